@@ -1,0 +1,5 @@
+"""Entry point of the CPU platform."""
+
+
+def activate() -> str | None:
+    return None
