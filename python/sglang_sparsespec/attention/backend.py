@@ -1,0 +1,241 @@
+"""The attention backend that the target model sees: SGLang's own, with our micro-steps beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+from sglang_sparsespec.attention.interface import LayerKV, MicroStepAttention, VerifyRows
+from sglang_sparsespec.config import SparseSpecConfig
+from sglang_sparsespec.metrics import PhaseTimer
+from sglang_sparsespec.rounds.batch import MicroStepBatch
+from sglang_sparsespec.rounds.state import RequestState
+from sglang_sparsespec.selection import Selector
+from sglang_sparsespec.spec_input import SparseVerifyInput
+
+# Last queries of a prefill whose attention seeds a request's first selection.
+SEED_QUERIES = 16
+
+
+class SparseSpecAttentionBackend(AttentionBackend):
+    """Routes micro-steps to `attention` and everything else to the backend that SGLang resolved.
+
+    Prefills run on `inner`; their last queries are scored afterwards, so that a first round is sparse already.
+    """
+
+    # The host plans gathers by exact lengths; SGLang fetches them between rounds, while the next one is prepared.
+    needs_cpu_seq_lens = True
+
+    def __init__(
+        self,
+        inner: AttentionBackend,
+        attention: MicroStepAttention,
+        selector: Selector,
+        state: RequestState,
+        config: SparseSpecConfig,
+        req_to_token: torch.Tensor,
+        kv_pool: Any,
+        timer: PhaseTimer,
+    ) -> None:
+        super().__init__()
+        self.inner = inner
+        self.attention = attention
+        self.selector = selector
+        self.state = state
+        self.config = config
+        self.req_to_token = req_to_token
+        self.kv_pool = kv_pool
+        self.timer = timer
+        self.attn_backend_list = [inner]
+        self._step: MicroStepBatch | None = None
+        self._seed: VerifyRows | None = None
+        self._seed_gather: torch.Tensor | None = None
+
+    # -- once a forward ---------------------------------------------------------------------------------------
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        self._step = self._seed = None
+        if isinstance(forward_batch.spec_info, SparseVerifyInput):
+            self._plan_micro_step(forward_batch.spec_info.micro_step)
+            return
+        self.inner.init_forward_metadata(forward_batch)
+        if forward_batch.forward_mode.is_extend_without_speculative():
+            self._plan_seed(forward_batch)
+
+    def _plan_micro_step(self, step: MicroStepBatch) -> None:
+        self._step = step
+        self.attention.plan(step.drafts, step.verifies)
+        if step.verifies is not None:
+            self._begin_selection(step.verifies, step.verifies.first)
+
+    def _plan_seed(self, forward_batch: Any) -> None:
+        lengths = [int(n) for n in forward_batch.extend_seq_lens_cpu]
+        totals = [int(n) for n in forward_batch.seq_lens_cpu]
+        tails = [min(n, SEED_QUERIES) for n in lengths]
+        if not lengths or min(lengths) == 0:
+            return
+        device = self.req_to_token.device
+
+        def on_device(values: list[int]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
+
+        ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+        padded = max(tails)
+        gather = [
+            [end - tail + min(t, tail - 1) for t in range(padded)]
+            for end, tail in zip(ends, tails, strict=True)
+        ]
+        first = [total - tail for total, tail in zip(totals, tails, strict=True)]
+        self._seed = VerifyRows(
+            pools=forward_batch.req_pool_indices.long(),
+            first=on_device(first),
+            queries=on_device(tails),
+            first_cpu=tuple(first),
+            padded_queries=padded,
+        )
+        self._seed_gather = on_device([t for row in gather for t in row]).view(-1, padded)
+        self._begin_selection(self._seed, self._seed.first + self._seed.queries)
+
+    def _begin_selection(self, rows: VerifyRows, prefix: torch.Tensor) -> None:
+        """Record what all layers share, and select at once where no scores are needed."""
+        capacity = self.state.selected.shape[-1]
+        self._prefix = prefix
+        self.state.selected_base[rows.pools] = prefix
+        self.state.selected_len[rows.pools] = self.selector.budgets(prefix).clamp(max=capacity)
+        if not self.selector.needs_scores:
+            positions, _ = self.selector.select(None, prefix, width=rows.width, capacity=capacity)
+            kept = positions.shape[-1]
+            self.state.selected[:, :, rows.pools, :kept] = positions.permute(1, 0, 2)
+
+    # -- every layer ------------------------------------------------------------------------------------------
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        if self._step is not None:
+            return self._forward_micro_step(self._step, q, k, v, layer, forward_batch, save_kv_cache)
+        out = self.inner.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        if self._seed is not None and self.selector.needs_scores:
+            self._seed_layer(self._seed, q, layer)
+        return out
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        return self.inner.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+
+    def _layer(self, layer: Any) -> LayerKV:
+        return LayerKV(
+            index=layer.layer_id - self.kv_pool.start_layer,
+            k=self.kv_pool.get_key_buffer(layer.layer_id),
+            v=self.kv_pool.get_value_buffer(layer.layer_id),
+            scale=layer.scaling,
+            heads=layer.tp_q_head_num,
+        )
+
+    def _forward_micro_step(
+        self,
+        step: MicroStepBatch,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool,
+    ) -> torch.Tensor:
+        if save_kv_cache and k is not None:
+            self.kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
+        view = self._layer(layer)
+        q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        drafted = step.draft_count
+        parts = []
+        if step.drafts is not None:
+            parts.append(self.attention.draft(view, q[:drafted], self.draft_slots(view.index, step)))
+        if step.verifies is not None:
+            wants = self.selector.needs_scores
+            out, scores = self.attention.verify(view, q[drafted:][step.verify_gather], scores=wants)
+            parts.append(out.flatten(0, 1)[step.verify_flat])
+            if scores is not None:
+                self._select_layer(view.index, step.verifies, scores)
+        return torch.cat(parts).reshape(len(q), -1)
+
+    def draft_slots(self, index: int, step: MicroStepBatch) -> torch.Tensor:
+        """KV slots that the draft rows attend to in one layer: selection, then all tokens since it was made.
+
+        Returns [n, H, width] int64; beyond a row's length they repeat its own slot.
+        """
+        rows = step.drafts
+        if rows is None:
+            raise RuntimeError("the micro-step has no draft rows.")
+        column = torch.arange(rows.width, device=rows.pools.device)
+        chosen = self.state.selected_len[rows.pools][:, None]
+        since = self.state.selected_base[rows.pools][:, None] + column - chosen
+        since = torch.minimum(since, step.row_prefix[: len(rows), None])
+        selected = self.state.selected[index][:, rows.pools]  # [H, n, capacity]
+        selected = selected.gather(
+            2, column.clamp(max=selected.shape[2] - 1).expand(*selected.shape[:2], rows.width)
+        )
+        positions = torch.where(column < chosen, selected, since).permute(1, 0, 2)
+        return self.req_to_token[rows.pools[:, None, None], positions].long()
+
+    def _seed_layer(self, rows: VerifyRows, q: torch.Tensor, layer: Any) -> None:
+        view = self._layer(layer)
+        heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        scores = self.attention.tail_scores(view, heads[self._seed_gather], rows)
+        self._select_layer(view.index, rows, scores)
+
+    def _select_layer(self, index: int, rows: VerifyRows, scores: torch.Tensor) -> None:
+        with self.timer.phase("select"):
+            if self.config.index_scope == "layer":
+                scores = scores.mean(dim=1, keepdim=True)
+            positions, _ = self.selector.select(
+                scores, self._prefix, width=scores.shape[-1], capacity=self.state.selected.shape[-1]
+            )
+            kept = positions.shape[-1]
+            self.state.selected[index][:, rows.pools, :kept] = positions.permute(1, 0, 2)
+
+    def support_triton(self) -> bool:
+        return self.inner.support_triton()
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+
+def _forward_to_inner() -> None:
+    """Let `inner` answer for all that the base class would otherwise answer with a default."""
+    own = set(vars(SparseSpecAttentionBackend)) | {"forward", "__init__"}
+    for name, value in vars(AttentionBackend).items():
+        if name.startswith("__") or name in own:
+            continue
+        if callable(value) or isinstance(value, property | staticmethod):
+            getter = property(lambda self, name=name: getattr(self.inner, name))
+        else:
+            getter = property(
+                lambda self, name=name: self.__dict__.get("_own_" + name, getattr(self.inner, name)),
+                lambda self, value, name=name: self.__dict__.__setitem__("_own_" + name, value),
+            )
+        setattr(SparseSpecAttentionBackend, name, getter)
+    # Set during an abstract class's creation, before the methods above existed.
+    SparseSpecAttentionBackend.__abstractmethods__ = frozenset()
+
+
+_forward_to_inner()

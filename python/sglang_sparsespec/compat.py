@@ -1,0 +1,250 @@
+"""The contract with SGLang: all that this package relies on beyond SGLang's documented seams, and its check.
+
+`contract.json` beside this file holds signatures, fields and source fingerprints of the supported release;
+`python -m sglang_sparsespec.compat --write` takes them anew. Everything private that the package touches is
+reached through this module and `hooks.py`, or is listed in that file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import inspect
+import json
+import logging
+import os
+import pkgutil
+import textwrap
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from sglang_sparsespec.config import ALLOW_UNTESTED_ENV
+from sglang_sparsespec.version import SUPPORTED_SGLANG
+
+CONTRACT_FILE = Path(__file__).with_name("contract.json")
+
+logger = logging.getLogger(__name__)
+
+SRT = "sglang.srt."
+# Called by us, or calling us: a changed signature breaks at once.
+SIGNATURES = (
+    "managers.scheduler.Scheduler.validate_dllm_request",
+    "managers.scheduler_components.internal_state.SchedulerInternalStateController.get_internal_state",
+    "managers.overlap_utils.FutureMap.__init__",
+    "managers.tp_worker.TpModelWorker.forward_batch_generation",
+    "mem_cache.allocation_sizing.get_alloc_reserve_per_decode",
+    "mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
+    "mem_cache.kv_index_translator.KVIndexTranslator.bind_own_plan",
+    "mem_cache.memory_pool.MHATokenToKVPool.set_kv_buffer",
+    "mem_cache.memory_pool.MHATokenToKVPool.get_key_buffer",
+    "layers.attention.base_attn_backend.AttentionBackend.forward",
+    "layers.attention.base_attn_backend.AttentionBackend.init_forward_metadata",
+    "model_executor.cuda_graph_config.with_phase",
+    "speculative.base_spec_worker.BaseSpecWorker.alloc_memory_pool",
+    "speculative.base_spec_worker.BaseSpecWorker.on_verify_complete_cpu",
+    "speculative.spec_info.SpeculativeAlgorithm.register",
+    "speculative.spec_info.SpeculativeAlgorithm.create_future_map",
+    "speculative.spec_registry.CustomSpecAlgo.__init__",
+    "plugins.hook_registry.HookRegistry.register",
+    "plugins.hook_registry.HookRegistry.apply_hooks",
+    "server_args.ServerArgs.add_cli_args",
+)
+# Read or filled by us.
+FIELDS = {
+    "managers.utils.GenerationBatchResult": (
+        "next_token_ids accept_lens speculative_num_draft_tokens num_non_draft_tokens_per_req new_seq_lens "
+        "next_draft_input can_run_cuda_graph logits_output"
+    ),
+    "managers.overlap_utils.RelayPayload": "bonus_tokens topk_p topk_index hidden_states dsa_topk_indices",
+    "model_executor.forward_batch_info.ForwardBatch": (
+        "forward_mode batch_size input_ids req_pool_indices seq_lens out_cache_loc seq_lens_sum seq_lens_cpu "
+        "positions spec_algorithm spec_info capture_hidden_mode extend_seq_lens_cpu"
+    ),
+    "sampling.sampling_batch_info.SamplingBatchInfo": (
+        "temperatures top_ps top_ks min_ps is_all_greedy is_any_greedy need_top_p_sampling "
+        "need_top_k_sampling need_min_p_sampling"
+    ),
+}
+# Whose behaviour the design depends on: any change of their code wants a human's eye.
+BEHAVIOUR = (
+    "speculative.eagle_utils.eagle_prepare_for_decode",
+    "speculative.spec_utils.spec_prepare_for_decode",
+    "speculative.spec_registry.CustomSpecAlgo",
+    "speculative.base_spec_worker.BaseSpecWorker",
+    "layers.attention.base_attn_backend.AttentionBackend",
+    "mem_cache.allocation_sizing.get_alloc_len_per_decode",
+    "mem_cache.allocation_sizing.get_alloc_reserve_per_decode",
+    "mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
+    "mem_cache.allocation_sizing.page_aligned_decode_alloc_lens",
+    "mem_cache.common.release_kv_cache",
+    "mem_cache.memory_pool.ReqToTokenPool.alloc_rows",
+    "managers.overlap_utils.FutureMap.publish",
+    "managers.overlap_utils.FutureMap.stash",
+    "managers.overlap_utils.FutureMap.resolve_seq_lens_cpu",
+    "managers.overlap_utils.FutureMap._resolve_spec_extras",
+    "managers.scheduler.Scheduler.run_batch",
+    "managers.scheduler.Scheduler.maybe_init_draft_worker",
+    "managers.scheduler.Scheduler.init_overlap",
+    "managers.scheduler.Scheduler._reqs_finishing_inflight",
+    "managers.scheduler.Scheduler._apply_war_barrier",
+    "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
+    "managers.schedule_batch.Req.update_finish_state",
+    "layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch",
+)
+
+
+class ContractError(RuntimeError):
+    """The SGLang here is not the one that this package is made for."""
+
+
+def signature(dotted: str) -> list[str]:
+    return list(inspect.signature(_unwrapped(dotted)).parameters)
+
+
+def fields(dotted: str) -> list[str]:
+    cls = pkgutil.resolve_name(SRT + dotted)
+    names = getattr(cls, "__dataclass_fields__", None) or getattr(cls, "__struct_fields__", ())
+    return sorted(names)
+
+
+def fingerprint(dotted: str) -> str:
+    """Hash of the parsed source: comments and layout do not count."""
+    source = textwrap.dedent(inspect.getsource(_unwrapped(dotted)))
+    return hashlib.sha256(ast.dump(ast.parse(source)).encode()).hexdigest()[:16]
+
+
+def _unwrapped(dotted: str) -> Any:
+    # Our own hooks wrap some of these.
+    return inspect.unwrap(pkgutil.resolve_name(SRT + dotted))
+
+
+def _interface_gaps() -> list[str]:
+    """Public methods of SGLang's enum that our algorithm lacks: each is an AttributeError waiting."""
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    from sglang_sparsespec.algorithm import SparseSpecAlgorithm
+
+    public = {
+        name
+        for name, value in vars(SpeculativeAlgorithm).items()
+        if not name.startswith("_") and inspect.isfunction(value)
+    }
+    return sorted(public - set(dir(SparseSpecAlgorithm)))
+
+
+def take_contract() -> dict[str, Any]:
+    """The contract as the installed SGLang has it."""
+    return {
+        "sglang": installed_version(),
+        "signatures": {name: signature(name) for name in SIGNATURES},
+        "behaviour": {name: fingerprint(name) for name in BEHAVIOUR},
+    }
+
+
+def installed_version() -> str:
+    return metadata.version("sglang")
+
+
+def find_breaches(contract: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Compare the installed SGLang with `contract`.
+
+    Returns:
+        breaches: what cannot work. suspicions: code that we rely on and that was changed.
+    """
+    breaches, suspicions = [], []
+    for name, wanted in contract["signatures"].items():
+        found = _try(signature, name)
+        if found != wanted:
+            breaches.append(f"{SRT}{name} takes {found}, expected {wanted}")
+    for name, wanted in FIELDS.items():
+        missing = sorted(set(wanted.split()) - set(_try(fields, name) or ()))
+        if missing:
+            breaches.append(f"{SRT}{name} lacks {', '.join(missing)}")
+    for name, wanted in contract["behaviour"].items():
+        found = _try(fingerprint, name)
+        if found is None:
+            breaches.append(f"{SRT}{name} is gone")
+        elif found != wanted:
+            suspicions.append(f"{SRT}{name} was changed")
+    breaches += [f"SparseSpecAlgorithm lacks {name}()" for name in _interface_gaps()]
+    return breaches, suspicions
+
+
+def _try(function: Any, name: str) -> Any:
+    try:
+        return function(name)
+    except (AttributeError, ImportError, OSError, TypeError):
+        return None
+
+
+def check_version() -> None:
+    """Raise ContractError unless the installed SGLang is the supported release."""
+    version = installed_version()
+    if version != SUPPORTED_SGLANG and os.environ.get(ALLOW_UNTESTED_ENV) != "1":
+        raise ContractError(_ways_out(f"sglang {version} is installed"))
+
+
+def check_contract(*, strict: bool = False) -> None:
+    """Raise ContractError unless the SGLang here is what we were made for.
+
+    Args:
+        strict: changed code that we rely on is an error too, not only a warning (CI).
+    """
+    check_version()
+    breaches, suspicions = find_breaches(json.loads(CONTRACT_FILE.read_text()))
+    if breaches or (strict and suspicions):
+        raise ContractError(_ways_out("; ".join(breaches + suspicions)))
+    for suspicion in suspicions:
+        logger.warning("SPARSESPEC relies on code of SGLang that differs here: %s", suspicion)
+
+
+def _ways_out(found: str) -> str:
+    return (
+        f"sglang-sparsespec is made for sglang {SUPPORTED_SGLANG} and cannot run on this one: {found}. "
+        f"Ways out: (1) pip install sglang=={SUPPORTED_SGLANG}; (2) install the release of sglang-sparsespec "
+        "made for your SGLang; (3) start without --speculative-algorithm SPARSESPEC. "
+        f"({ALLOW_UNTESTED_ENV}=1 skips the version check alone, at your own risk.)"
+    )
+
+
+# -- accessors to SGLang's private surface --------------------------------------------------------------------
+
+
+def model_config_of(server_args: Any) -> Any:
+    """The `ModelConfig` behind server arguments, also behind the stand-in that plugins are handed."""
+    from sglang.srt.arg_groups.model_override_base import model_config_of as of
+
+    try:
+        server_args = object.__getattribute__(server_args, "_cfg")
+    except AttributeError:
+        pass
+    return of(server_args)
+
+
+def disable_cuda_graphs(server_args: Any) -> None:
+    """Run everything eagerly: micro-steps have no graphs yet, and prefills must show their queries."""
+    from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
+
+    config = server_args.cuda_graph_config
+    if config is None:
+        return
+    for phase in (Phase.DECODE, Phase.PREFILL):
+        config = with_phase(config, phase, backend=Backend.DISABLED)
+    server_args.cuda_graph_config = config
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Check the contract with the installed SGLang.")
+    parser.add_argument("--write", action="store_true", help="take the contract anew from what is installed")
+    if parser.parse_args().write:
+        CONTRACT_FILE.write_text(json.dumps(take_contract(), indent=1) + "\n")
+        print(f"wrote {CONTRACT_FILE}")
+        return
+    check_contract(strict=True)
+    print(f"[ok] sglang {installed_version()} keeps the contract")
+
+
+if __name__ == "__main__":
+    main()

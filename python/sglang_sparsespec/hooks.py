@@ -1,0 +1,152 @@
+"""Every place where SGLang's behaviour is changed at run time: target, reason, and proof that it is in effect.
+
+SGLang only logs a hook that fails. `install` and `verify` therefore raise, from places that SGLang does not guard.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pkgutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from sglang_sparsespec.config import CONFIG_ENV, SparseSpecConfig
+from sglang_sparsespec.rounds.planner import kv_reserve
+
+
+class HookError(RuntimeError):
+    """A hook is not in effect; serving on would be wrong."""
+
+
+@dataclass(frozen=True)
+class Hook:
+    target: str
+    kind: HookType
+    function: Callable[..., Any]
+    reason: str
+
+
+# -- in every process: the launcher's parser ------------------------------------------------------------------
+
+
+class _SetConfig(argparse.Action):
+    """SGLang's parser keeps its own record's fields only; spawned processes inherit the environment."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        os.environ[CONFIG_ENV] = values
+
+
+def _add_flag(result: Any, parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--sparsespec-config",
+        action=_SetConfig,
+        default=argparse.SUPPRESS,
+        metavar="JSON|FILE",
+        help=f"SPARSESPEC settings: a JSON object or the path of a JSON file (the same as {CONFIG_ENV}).",
+    )
+
+
+EVERYWHERE: tuple[Hook, ...] = (
+    Hook(
+        "sglang.srt.server_args.ServerArgs.add_cli_args",
+        HookType.AFTER,
+        _add_flag,
+        "the command line has no seam for a plugin's flags",
+    ),
+)
+
+
+# -- in the scheduler process, with SPARSESPEC selected -------------------------------------------------------
+
+
+def _refuse_request(result: str | None, scheduler: Any, req: Any) -> str | None:
+    from sglang_sparsespec.refusals import request_refusal
+
+    return result or request_refusal(req)
+
+
+def _describe(result: Any, reporter: Any, recv_req: Any) -> None:
+    result.internal_state["sparsespec"] = reporter.scheduler.draft_worker.describe()
+
+
+def scheduler_hooks(config: SparseSpecConfig, device: str) -> list[Hook]:
+    """The hooks that a scheduler needs for this configuration on this device."""
+    reserve = kv_reserve(config.stride, config.schedule)
+    sizing = "sglang.srt.mem_cache.allocation_sizing"
+    found = [
+        Hook(
+            f"{sizing}.get_alloc_reserve_per_decode",
+            HookType.AFTER,
+            lambda result: max(result, reserve),
+            "a unified round writes up to 3k+2 positions past the last known committed length",
+        ),
+        Hook(
+            f"{sizing}.get_req_to_token_extra_context_len",
+            HookType.AFTER,
+            lambda result: max(result, reserve),
+            "a request at its context limit would write its reserve into the next request's page-table row",
+        ),
+        Hook(
+            "sglang.srt.managers.scheduler.Scheduler.validate_dllm_request",
+            HookType.AFTER,
+            _refuse_request,
+            "requests that a registered algorithm cannot serve have no seam; this one answers with HTTP 400",
+        ),
+        Hook(
+            "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController.get_internal_state",
+            HookType.AFTER,
+            _describe,
+            "/server_info shows SGLang's own fields only",
+        ),
+    ]
+    if device == "cpu":
+        from sglang_sparsespec.platforms.cpu_ops import cpu_op_replacements
+
+        found += [
+            Hook(target, HookType.REPLACE, function, "SGLang has this only as a Triton kernel")
+            for target, function in cpu_op_replacements().items()
+        ]
+    return found
+
+
+# -- registration and proof -----------------------------------------------------------------------------------
+
+
+def register(hooks: Sequence[Hook]) -> None:
+    """Hand hooks to SGLang, which applies them after all plugins have loaded."""
+    for hook in hooks:
+        HookRegistry.register(hook.target, hook.function, hook.kind)
+
+
+def install(hooks: Sequence[Hook]) -> None:
+    """Register and apply at once, then prove it. Raises HookError."""
+    register(hooks)
+    HookRegistry.apply_hooks()
+    verify(hooks)
+
+
+def verify(hooks: Sequence[Hook]) -> None:
+    """Raise HookError unless every hook is in effect at its target."""
+    failed = [f"{hook.target} ({hook.reason}): {why}" for hook in hooks if (why := _fault(hook))]
+    if failed:
+        raise HookError(
+            "SPARSESPEC could not change SGLang where it must: " + "; ".join(failed) + ". The log above says "
+            "why. Install the supported SGLang release, or start without --speculative-algorithm SPARSESPEC."
+        )
+
+
+def _fault(hook: Hook) -> str | None:
+    if hook.target not in HookRegistry._patched:
+        return "SGLang did not apply the hook"
+    live = pkgutil.resolve_name(hook.target.rsplit(".", 1)[0])
+    function = getattr(live, hook.target.rsplit(".", 1)[1])
+    while function is not None:
+        cells = getattr(function, "__closure__", None) or ()
+        if any(cell.cell_contents is hook.function for cell in cells):
+            return None
+        function = getattr(function, "__wrapped__", None)
+    return "something replaced the hooked function afterwards"

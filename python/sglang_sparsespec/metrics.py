@@ -1,0 +1,150 @@
+"""What SPARSESPEC counts, where it can be read, and how selection is timed without making the device wait."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+class PhaseTimer:
+    """Time of named phases. On a GPU by event pairs, which are read only once they have passed.
+
+    Args:
+        device: the device that phases run on.
+        sample: every how many phases one is timed on a GPU.
+    """
+
+    def __init__(self, device: torch.device | str, *, sample: int = 64) -> None:
+        self._cuda = torch.device(device).type == "cuda"
+        self._sample = sample
+        self._calls: dict[str, int] = {}
+        self._timed: dict[str, int] = {}
+        self._seconds: dict[str, float] = {}
+        self._pending: deque[tuple[str, Any, Any]] = deque()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        calls = self._calls.get(name, 0)
+        self._calls[name] = calls + 1
+        if not self._cuda:
+            start = time.perf_counter()
+            yield
+            self._add(name, time.perf_counter() - start)
+        elif calls % self._sample:
+            yield
+        else:
+            begin = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            begin.record()
+            yield
+            end.record()
+            self._pending.append((name, begin, end))
+
+    def _add(self, name: str, seconds: float) -> None:
+        self._timed[name] = self._timed.get(name, 0) + 1
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    def mean_us(self, name: str) -> float:
+        """Mean duration of one phase in microseconds; 0 before any was measured."""
+        while self._pending and self._pending[0][2].query():
+            phase, begin, end = self._pending.popleft()
+            self._add(phase, begin.elapsed_time(end) / 1e3)
+        timed = self._timed.get(name, 0)
+        return 1e6 * self._seconds[name] / timed if timed else 0.0
+
+
+class AcceptanceMetrics:
+    """Counts of drafts and acceptances since the server started, by position in the round.
+
+    Launches and outcomes come in the same order, one round apart under overlap scheduling.
+    """
+
+    def __init__(self, stride: int) -> None:
+        self.rounds = 0
+        self.verifications = 0
+        self.drafted = [0] * stride
+        self.accepted = [0] * stride
+        self.budget_tokens = 0
+        self.budget_rows = 0
+        self._launched: deque[tuple[list[int], list[int]]] = deque(maxlen=64)
+        self._prometheus: _Prometheus | None = None
+
+    def enable_prometheus(self, labels: dict[str, str]) -> None:
+        """Also count in Prometheus; the scheduler process exports through SGLang's own /metrics."""
+        self._prometheus = _Prometheus(labels, len(self.drafted))
+
+    def launched(self, drafted: Sequence[int], budgets: Sequence[int]) -> None:
+        """A round was launched; `drafted[i]` drafts of request i will be verified, from `budgets[i]` tokens."""
+        self._launched.append((list(drafted), list(budgets)))
+
+    def finished(self, accepted: Sequence[int]) -> None:
+        """The outcome of the oldest launched round: accepted drafts of each request."""
+        if not self._launched:
+            return
+        drafted, budgets = self._launched.popleft()
+        if len(drafted) != len(accepted):
+            raise RuntimeError(f"outcome of {len(accepted)} requests for a round of {len(drafted)}.")
+        self.rounds += 1
+        self.verifications += len(accepted)
+        self.budget_tokens += sum(budgets)
+        self.budget_rows += len(budgets)
+        for made, kept in zip(drafted, accepted, strict=True):
+            for position in range(made):
+                self.drafted[position] += 1
+                self.accepted[position] += position < kept
+        if self._prometheus is not None:
+            self._prometheus.observe(drafted, accepted, budgets)
+
+    def snapshot(self) -> dict[str, Any]:
+        """For `/server_info`. Acceptance of a position is of all drafts made there, not only of those reached."""
+        return {
+            "rounds": self.rounds,
+            "verifications": self.verifications,
+            "drafted_tokens": sum(self.drafted),
+            "accepted_tokens": sum(self.accepted),
+            "accept_length": 1 + sum(self.accepted) / self.verifications if self.verifications else None,
+            "acceptance_by_position": [
+                round(kept / made, 4) if made else None
+                for made, kept in zip(self.drafted, self.accepted, strict=True)
+            ],
+            "budget_tokens_mean": self.budget_tokens / self.budget_rows if self.budget_rows else None,
+        }
+
+
+class _Prometheus:
+    def __init__(self, labels: dict[str, str], stride: int) -> None:
+        from prometheus_client import Counter, Gauge
+
+        names = list(labels)
+
+        def counter(name: str, text: str, *more: str) -> Any:
+            return Counter(f"sparsespec_{name}", text, [*names, *more])
+
+        self._labels = labels
+        self._stride = stride
+        self._drafted = counter("drafted_tokens", "Draft tokens verified, by position.", "position")
+        self._accepted = counter("accepted_tokens", "Draft tokens accepted, by position.", "position")
+        self._verifications = counter("verifications", "Verified requests, one count a round each.")
+        self._rounds = counter("rounds", "Rounds whose outcome is known.")
+        self._budget = Gauge(
+            "sparsespec_budget_tokens",
+            "Mean KV tokens that a draft selects, in the last round.",
+            names,
+            multiprocess_mode="mostrecent",
+        )
+
+    def observe(self, drafted: Sequence[int], accepted: Sequence[int], budgets: Sequence[int]) -> None:
+        self._rounds.labels(**self._labels).inc()
+        self._verifications.labels(**self._labels).inc(len(accepted))
+        if budgets:
+            self._budget.labels(**self._labels).set(sum(budgets) / len(budgets))
+        for position in range(self._stride):
+            made = sum(n > position for n in drafted)
+            kept = sum(n > position for n in accepted)
+            self._drafted.labels(**self._labels, position=str(position)).inc(made)
+            self._accepted.labels(**self._labels, position=str(position)).inc(kept)

@@ -1,0 +1,130 @@
+"""Which requests draft and which verify in each micro-step of a round. Pure Python, no torch.
+
+A round has k+1 micro-steps, each one model forward. A request has an *offset* o and verifies at micro-step o; at
+every other micro-step it drafts one token. Between two verifications it therefore drafts exactly k times: at
+micro-steps o+1..k of one round and 0..o-1 of the next. Lockstep is the same plan with o = k for all.
+(SparseSpec, arXiv 2512.01278, section 4.1: unified batch scheduling.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class RequestKey:
+    """A request as the KV pool sees it: a row and how often the row has been handed out."""
+
+    pool: int
+    generation: int
+
+
+@dataclass(frozen=True)
+class DraftRow:
+    """One token of request `row`: the draft after `drafted` drafts of this cycle."""
+
+    row: int  # index into the round's requests
+    drafted: int  # drafts made since the last verification, before this one
+
+
+@dataclass(frozen=True)
+class VerifyRow:
+    """`drafted` + 1 tokens of request `row`: the last committed token and its drafts."""
+
+    row: int
+    drafted: int
+
+
+@dataclass(frozen=True)
+class MicroStep:
+    drafts: tuple[DraftRow, ...]
+    verifies: tuple[VerifyRow, ...]
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """The micro-steps of one round, in order. Each request verifies in exactly one of them."""
+
+    micro_steps: tuple[MicroStep, ...]
+
+
+@dataclass
+class _Cycle:
+    generation: int
+    offset: int
+    drafted: int  # drafts waiting for verification when the round starts
+
+
+class RoundPlanner:
+    """Gives every request an offset and lays out rounds.
+
+    Args:
+        stride: k, drafts between two verifications, at least 1.
+        schedule: "lockstep" (all offsets k) or "unified" (least-loaded offset).
+
+    Every rank of a tensor-parallel group calls it with the same requests in the same order, so all decide alike.
+    """
+
+    def __init__(self, stride: int, schedule: str) -> None:
+        if stride < 1:
+            raise ValueError(f"stride is {stride}; at least 1 draft a round is needed.")
+        if schedule not in ("lockstep", "unified"):
+            raise ValueError(f"schedule is {schedule!r}; allowed: lockstep, unified.")
+        self.stride = stride
+        self.schedule = schedule
+        self._cycles: dict[int, _Cycle] = {}
+
+    def plan_round(self, requests: Sequence[RequestKey]) -> RoundPlan:
+        """Plan the next round of `requests` (batch order) and advance their cycles."""
+        cycles = self._cycles_of(requests)
+        steps = [self._micro_step(at, cycles) for at in range(self.stride + 1)]
+        return RoundPlan(tuple(steps))
+
+    def forget(self) -> None:
+        """Drop all cycles: the KV cache was flushed."""
+        self._cycles.clear()
+
+    def _cycles_of(self, requests: Sequence[RequestKey]) -> list[_Cycle]:
+        load = [0] * (self.stride + 1)
+        known: list[_Cycle | None] = []
+        for key in requests:
+            cycle = self._cycles.get(key.pool)
+            known.append(cycle if cycle is not None and cycle.generation == key.generation else None)
+            if known[-1] is not None:
+                load[known[-1].offset] += 1
+        cycles = []
+        for key, cycle in zip(requests, known, strict=True):
+            if cycle is None:
+                cycle = _Cycle(key.generation, self._offset(load), drafted=0)
+                load[cycle.offset] += 1
+                self._cycles[key.pool] = cycle
+            cycles.append(cycle)
+        return cycles
+
+    def _offset(self, load: Sequence[int]) -> int:
+        if self.schedule == "lockstep":
+            return self.stride
+        # The later of equally loaded offsets: a new request then drafts more before it first verifies.
+        return min(range(self.stride, -1, -1), key=lambda offset: load[offset])
+
+    @staticmethod
+    def _micro_step(at: int, cycles: Sequence[_Cycle]) -> MicroStep:
+        drafts, verifies = [], []
+        for row, cycle in enumerate(cycles):
+            if at == cycle.offset:
+                verifies.append(VerifyRow(row, cycle.drafted))
+                cycle.drafted = 0
+            else:
+                drafts.append(DraftRow(row, cycle.drafted))
+                cycle.drafted += 1
+        return MicroStep(tuple(drafts), tuple(verifies))
+
+
+def kv_reserve(stride: int, schedule: str) -> int:
+    """KV slots a request needs beyond what the scheduler knows to be committed.
+
+    The scheduler's count lags one round (k+1 tokens) behind the device under overlap. From there, lockstep writes
+    at most k+1 positions; unified commits up to k+1 and then drafts up to k more.
+    """
+    return 2 * stride + 2 if schedule == "lockstep" else 3 * stride + 2
