@@ -105,8 +105,7 @@ def signature(dotted: str) -> list[str]:
 
 def fields(dotted: str) -> list[str]:
     cls = pkgutil.resolve_name(SRT + dotted)
-    names = getattr(cls, "__dataclass_fields__", None) or getattr(cls, "__struct_fields__", ())
-    return sorted(names)
+    return sorted(getattr(cls, "__dataclass_fields__", ()))
 
 
 def fingerprint(dotted: str) -> str:
@@ -209,7 +208,7 @@ def _ways_out(found: str) -> str:
     )
 
 
-# -- accessors to SGLang's private surface --------------------------------------------------------------------
+# -- accessors to SGLang's private surface -------------------------------------
 
 
 def model_config_of(server_args: Any) -> Any:

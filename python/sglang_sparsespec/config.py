@@ -52,9 +52,7 @@ class SparseSpecConfig:
     index_scope: str = _key(
         "layer", "whether the heads of a layer share one selection", choices=("layer", "kv_head")
     )
-    schedule: str = _key(
-        "lockstep", "when the requests of a batch verify", choices=("lockstep", "unified")
-    )
+    schedule: str = _key("lockstep", "when the requests of a batch verify", choices=("lockstep", "unified"))
     draft_support: int = _key(
         64, "most tokens a sampled draft is drawn from (temperature > 0)", low=1, high=4096
     )

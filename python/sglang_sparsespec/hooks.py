@@ -30,7 +30,7 @@ class Hook:
     reason: str
 
 
-# -- in every process: the launcher's parser ------------------------------------------------------------------
+# -- in every process: the launcher's parser -------------------------------------
 
 
 class _SetConfig(argparse.Action):
@@ -60,7 +60,7 @@ EVERYWHERE: tuple[Hook, ...] = (
 )
 
 
-# -- in the scheduler process, with SPARSESPEC selected -------------------------------------------------------
+# -- in the scheduler process, with SPARSESPEC selected -------------------------------------
 
 
 def _refuse_request(result: str | None, scheduler: Any, req: Any) -> str | None:
@@ -113,7 +113,7 @@ def scheduler_hooks(config: SparseSpecConfig, device: str) -> list[Hook]:
     return found
 
 
-# -- registration and proof -----------------------------------------------------------------------------------
+# -- registration and proof -------------------------------------
 
 
 def register(hooks: Sequence[Hook]) -> None:

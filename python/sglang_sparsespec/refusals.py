@@ -91,7 +91,9 @@ def model_refusal(model_config: Any) -> str | None:
     name = (getattr(model_config.hf_config, "architectures", None) or ["?"])[0]
     text = model_config.hf_text_config
     if model_config.attention_arch.name != "MHA":
-        kind = MLA if model_config.attention_arch.name == "MLA" else "has no softmax attention over a KV cache"
+        kind = (
+            MLA if model_config.attention_arch.name == "MLA" else "has no softmax attention over a KV cache"
+        )
         return f"{name} {kind}"
     if model_config.is_hybrid_swa or getattr(text, "use_sliding_window", None) is True:
         return f"{name} has sliding-window layers"

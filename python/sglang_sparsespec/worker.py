@@ -55,7 +55,7 @@ class SparseSpecWorker(BaseSpecWorker):
         self._generator = torch.Generator(device=self.device).manual_seed(self._seed)
         self._seeded: dict[int, int] = {}  # pool row -> generation whose prefill seeded a selection
 
-    # -- start-up, in the order in which the scheduler calls ---------------------------------------------------
+    # -- start-up, in the order in which the scheduler calls -------------------------------------
 
     @property
     def draft_worker(self) -> None:
@@ -128,7 +128,7 @@ class SparseSpecWorker(BaseSpecWorker):
             **self.metrics.snapshot(),
         }
 
-    # -- what the scheduler tells ------------------------------------------------------------------------------
+    # -- what the scheduler tells -------------------------------------
 
     def clear_cache_pool(self) -> None:
         self.planner.forget()
@@ -144,7 +144,7 @@ class SparseSpecWorker(BaseSpecWorker):
             raise AttributeError(name)
         return getattr(self._target_worker, name)
 
-    # -- forwards ----------------------------------------------------------------------------------------------
+    # -- forwards -------------------------------------
 
     def forward_batch_generation(
         self,

@@ -54,7 +54,7 @@ class SparseSpecAttentionBackend(AttentionBackend):
         self._seed: VerifyRows | None = None
         self._seed_gather: torch.Tensor | None = None
 
-    # -- once a forward ---------------------------------------------------------------------------------------
+    # -- once a forward -------------------------------------
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self._step = self._seed = None
@@ -110,7 +110,7 @@ class SparseSpecAttentionBackend(AttentionBackend):
             kept = positions.shape[-1]
             self.state.selected[:, :, rows.pools, :kept] = positions.permute(1, 0, 2)
 
-    # -- every layer ------------------------------------------------------------------------------------------
+    # -- every layer -------------------------------------
 
     def forward_extend(
         self,
@@ -220,22 +220,26 @@ class SparseSpecAttentionBackend(AttentionBackend):
         return getattr(self.inner, name)
 
 
+def _inner_attribute(name: str, settable: bool) -> property:
+    """A class attribute of the base class that `inner` answers for; a value set on the wrapper itself wins."""
+
+    def read(self: SparseSpecAttentionBackend) -> Any:
+        own = self.__dict__.get("_own", {})
+        return own[name] if name in own else getattr(self.inner, name)
+
+    def write(self: SparseSpecAttentionBackend, value: Any) -> None:
+        self.__dict__.setdefault("_own", {})[name] = value
+
+    return property(read, write if settable else None)
+
+
 def _forward_to_inner() -> None:
     """Let `inner` answer for all that the base class would otherwise answer with a default."""
-    own = set(vars(SparseSpecAttentionBackend)) | {"forward", "__init__"}
+    own = set(vars(SparseSpecAttentionBackend)) | {"forward"}
     for name, value in vars(AttentionBackend).items():
-        if name.startswith("__") or name in own:
-            continue
-        if callable(value) or isinstance(value, property | staticmethod):
-            getter = property(lambda self, name=name: getattr(self.inner, name))
-        else:
-            getter = property(
-                lambda self, name=name: self.__dict__.get("_own_" + name, getattr(self.inner, name)),
-                lambda self, value, name=name: self.__dict__.__setitem__("_own_" + name, value),
-            )
-        setattr(SparseSpecAttentionBackend, name, getter)
-    # Set during an abstract class's creation, before the methods above existed.
-    SparseSpecAttentionBackend.__abstractmethods__ = frozenset()
+        if not name.startswith("_") and name not in own:
+            settable = not callable(value) and not isinstance(value, property)
+            setattr(SparseSpecAttentionBackend, name, _inner_attribute(name, settable))
 
 
 _forward_to_inner()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 
 from sglang_sparsespec.attention.interface import DraftRows, LayerKV, MicroStepAttention, VerifyRows
 
+Rows = TypeVar("Rows", DraftRows, VerifyRows)
+
 # Elements of K gathered at once where rows are scored one group after another.
-GATHER_ELEMENTS = 1 << 28
+GATHER_ELEMENTS = 1 << 27
 
 
 def gather_heads(kv: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -109,7 +113,7 @@ class TorchAttention(MicroStepAttention):
         return slots[:, None], mask, sees
 
 
-def _planned(rows):  # type: ignore[no-untyped-def]
+def _planned(rows: Rows | None) -> Rows:
     if rows is None:
         raise RuntimeError("attention was asked for rows that the micro-step did not plan.")
     return rows

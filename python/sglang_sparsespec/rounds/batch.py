@@ -27,7 +27,9 @@ class MicroStepBatch:
     draft_requests: torch.Tensor  # [n] int64: rows of the round's batch
     draft_at: torch.Tensor  # [n] int64: which draft of the cycle, 0-based
     verify_requests: torch.Tensor  # [R] int64
-    verify_gather: torch.Tensor  # [R, Q] int64: token of each padded query, counted from the first verify token
+    verify_gather: (
+        torch.Tensor
+    )  # [R, Q] int64: token of each padded query, counted from the first verify token
     verify_flat: torch.Tensor  # [Tv] int64: place of each verify token among the R * Q padded queries
 
     @property

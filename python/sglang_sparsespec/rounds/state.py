@@ -33,11 +33,15 @@ class RequestState:
         self.stride = stride
         self.tokens = ints(rows, stride + 1)  # [rows, k+1] last committed token, then the drafts
         self.support_ids = ints(rows, stride, support)  # [rows, k, M] what each draft was drawn from ...
-        self.support_probs = torch.zeros(rows, stride, support, device=device)  # ... and with which probability
+        self.support_probs = torch.zeros(
+            rows, stride, support, device=device
+        )  # ... and with which probability
         # [layers, heads, rows, max_selected] logical positions, ascending; beyond `selected_len` undefined.
         self.selected = ints(layers, heads, rows, max_selected, dtype=torch.int32)
         self.selected_len = ints(rows)  # [rows]
-        self.selected_base = ints(rows)  # [rows] prefix the selection was made from; all later tokens are kept
+        self.selected_base = ints(
+            rows
+        )  # [rows] prefix the selection was made from; all later tokens are kept
 
     @property
     def nbytes(self) -> int:

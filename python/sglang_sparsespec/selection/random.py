@@ -19,6 +19,4 @@ class RandomSelector(Selector):
     def rank(self, scores: torch.Tensor | None, prefix_lens: torch.Tensor, width: int) -> torch.Tensor:
         if self._generator is None:
             self._generator = torch.Generator(device=prefix_lens.device).manual_seed(self._seed)
-        return torch.rand(
-            (len(prefix_lens), 1, width), generator=self._generator, device=prefix_lens.device
-        )
+        return torch.rand((len(prefix_lens), 1, width), generator=self._generator, device=prefix_lens.device)

@@ -1,0 +1,171 @@
+"""Does SPARSESPEC answer as the model alone does? One server without it, then one for every variant, same prompts.
+
+    python benchmark/serving/eager_check.py --model-path DIR --prompts benchmark/reasoner/prompts-2k.jsonl --out R.json
+
+For every variant: answers right, token ids equal to those without speculation (in bfloat16 two correct servers may
+part at near ties), acceptance length, tokens/s; then a storm of concurrent requests of which many are aborted,
+after which the first prompts must still give the same ids.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import platform
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from sglang_sparsespec._client import Outcome, answer_all, encode_prompts, load_problems
+from sglang_sparsespec._server import ServerProcess
+
+VARIANTS: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "pillar": {},
+    "pillar-kv_head": {"index_scope": "kv_head"},
+    "pillar-unified": {"schedule": "unified"},
+    "window": {"selector": "window"},
+}
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model-path", required=True)
+    parser.add_argument("--prompts", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="JSON file; an existing one is added to")
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--max-tokens", type=int, default=3000)
+    parser.add_argument("--concurrency", type=int, default=24)
+    parser.add_argument("--storm", type=int, default=50, help="concurrent requests of the abort storm")
+    parser.add_argument(
+        "--server-arg", action="append", default=[], help="more server arguments, one word each"
+    )
+    return parser.parse_args()
+
+
+async def storm(url: str, prompts: list[list[int]], count: int) -> dict[str, int]:
+    """`count` requests at once, about half of them cut off by the client at a random time."""
+    rng = random.Random(7)
+    ended = {"finished": 0, "aborted": 0, "failed": 0}
+
+    async def one(session: aiohttp.ClientSession, ids: list[int], patience: float) -> None:
+        payload = {
+            "input_ids": ids,
+            "sampling_params": {"temperature": rng.choice([0, 0.8]), "max_new_tokens": 400},
+        }
+        try:
+            async with asyncio.timeout(patience), session.post(f"{url}/generate", json=payload) as reply:
+                body = await reply.json()
+                ended["finished" if reply.status == 200 and "text" in body else "failed"] += 1
+        except TimeoutError:
+            ended["aborted"] += 1
+
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session:
+        waits = [rng.uniform(0.1, 6.0) if rng.random() < 0.5 else 280.0 for _ in range(count)]
+        await asyncio.gather(*(one(session, prompts[i % len(prompts)], wait) for i, wait in enumerate(waits)))
+    return ended
+
+
+async def server_info(url: str) -> dict[str, Any]:
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/server_info") as reply:
+        return (await reply.json())["internal_states"][0]
+
+
+def parted(ours: list[int], reference: list[int]) -> int | None:
+    """Position of the first different token, None where all are equal."""
+    if ours == reference:
+        return None
+    return next(
+        (i for i, (a, b) in enumerate(zip(ours, reference, strict=False)) if a != b),
+        min(len(ours), len(reference)),
+    )
+
+
+def run(
+    variant: str, args: argparse.Namespace, reference: list[list[int]] | None
+) -> tuple[dict[str, Any], list[list[int]]]:
+    problems = load_problems(args.prompts)
+    prompts = encode_prompts(problems, args.model_path)
+    config = VARIANTS[variant]
+    extra = (
+        []
+        if config is None
+        else ["--speculative-algorithm", "SPARSESPEC", "--sparsespec-config", json.dumps(config)]
+    )
+    began = time.monotonic()
+    with ServerProcess(
+        args.model_path, [*args.server_arg, *extra], log_path=args.out.with_suffix(f".{variant}.log")
+    ) as server:
+        up = time.monotonic() - began
+        outcomes = [Outcome(problem) for problem in problems]
+        seconds = asyncio.run(
+            answer_all(
+                server.url, prompts, outcomes, max_tokens=args.max_tokens, concurrency=args.concurrency
+            )
+        )
+        ids = [outcome.token_ids for outcome in outcomes]
+        result: dict[str, Any] = {
+            "server_up_s": round(up, 1),
+            "right": sum(bool(o.correct) for o in outcomes),
+            "problems": len(outcomes),
+            "failed": [o.error for o in outcomes if o.state == "failed"],
+            "tokens": sum(o.tokens for o in outcomes),
+            "tokens_per_s": round(sum(o.tokens for o in outcomes) / seconds, 1),
+        }
+        if config is not None:
+            state = asyncio.run(server_info(server.url))
+            result["avg_spec_accept_length"] = state["avg_spec_accept_length"]
+            result["sparsespec"] = state["sparsespec"]
+            result["storm"] = asyncio.run(storm(server.url, prompts, args.storm))
+            again = [Outcome(problem) for problem in problems[:3]]
+            asyncio.run(answer_all(server.url, prompts[:3], again, max_tokens=300, concurrency=3))
+            result["after_storm_parted_at"] = [parted(o.token_ids, ids[i][:300]) for i, o in enumerate(again)]
+            if reference is not None:
+                places = [parted(a, b) for a, b in zip(ids, reference, strict=True)]
+                result["ids_equal"] = places.count(None)
+                result["parted_at"] = places
+    return result, ids
+
+
+def main() -> None:
+    args = parse_args()
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    report = json.loads(args.out.read_text()) if args.out.exists() else {"runs": {}}
+    report["command"] = " ".join([Path(sys.executable).name, *sys.argv])
+    report["machine"] = machine()
+    for variant in args.variants:
+        report["runs"][variant], ids = run(variant, args, report.get("reference_ids"))
+        if variant == "plain":
+            report["reference_ids"] = ids
+        args.out.write_text(json.dumps(report) + "\n")
+        shown = {k: v for k, v in report["runs"][variant].items() if k != "sparsespec"}
+        print(
+            variant, json.dumps(shown), json.dumps(report["runs"][variant].get("sparsespec", {})), flush=True
+        )
+
+
+def machine() -> dict[str, str]:
+    import sglang
+    import torch
+
+    device = (
+        torch.cuda.get_device_name(0)
+        if torch.cuda.is_available()
+        else platform.processor() or platform.machine()
+    )
+    return {
+        "device": device,
+        "torch": torch.__version__,
+        "sglang": sglang.__version__,
+        "python": platform.python_version(),
+    }
+
+
+if __name__ == "__main__":
+    main()
