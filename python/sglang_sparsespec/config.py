@@ -159,12 +159,13 @@ def parse_config_text(text: str, *, source: str = CONFIG_ENV) -> dict[str, Any]:
     if not text:
         return {}
     if not text.startswith(("{", "[")):
-        path = Path(text.removeprefix("@")).expanduser()
+        path = Path(os.path.expanduser(text.removeprefix("@")))
         try:
-            source, text = f"{source} (file {path})", path.read_text()
-        except OSError as error:
+            source, text = f"{source} (file {path})", path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             raise ConfigError(
-                f"{source}: {str(path)!r} is neither a JSON object nor a readable file ({error.strerror}). "
+                f"{source}: {str(path)!r} is neither a JSON object nor a readable file ({why}). "
                 'Give JSON such as {"budget_ratio": 0.05}, or the path of a JSON file.'
             ) from None
     try:
@@ -209,9 +210,8 @@ def resolve_config(
             raise ConfigError(f"unknown environment variable {name}. Known: {', '.join(KNOWN_ENV)}.{hint}")
     raw = parse_config_text(environ.get(CONFIG_ENV, ""))
     stride = _agree_on_stride(num_steps, num_draft_tokens, raw.get("stride"))
-    if stride is not None:
-        raw = {**raw, "stride": stride}
-    return SparseSpecConfig.from_mapping(raw)
+    # A null stride stays, to be refused.
+    return SparseSpecConfig.from_mapping(raw if stride is None else {"stride": stride, **raw})
 
 
 def _agree_on_stride(num_steps: int | None, num_draft_tokens: int | None, key: Any) -> Any:

@@ -54,6 +54,7 @@ class SparseSpecWorker(BaseSpecWorker):
         self._seed = int(server_args.random_seed or 0)
         self._generator = torch.Generator(device=self.device).manual_seed(self._seed)
         self._seeded: dict[int, int] = {}  # pool row -> generation whose prefill seeded a selection
+        self._base: dict[int, int] = {}  # pool row -> prefix that its selection was made from
 
     # -- start-up, in the order in which the scheduler calls -------------------------------------
 
@@ -133,6 +134,7 @@ class SparseSpecWorker(BaseSpecWorker):
     def clear_cache_pool(self) -> None:
         self.planner.forget()
         self._seeded.clear()
+        self._base.clear()
         self.state.zero()
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
@@ -168,8 +170,9 @@ class SparseSpecWorker(BaseSpecWorker):
         result = self._target_worker.forward_batch_generation(batch)
         tokens = result.next_token_ids.reshape(-1)
         self.state.begin(batch.req_pool_indices.long(), tokens)
-        for key in self._keys(batch):
+        for key, length in zip(self._keys(batch), batch.seq_lens_cpu.tolist(), strict=True):
             self._seeded[key.pool] = key.generation
+            self._base[key.pool] = length
         result.new_seq_lens = batch.seq_lens
         result.next_draft_input = SparseDraftInput(bonus_tokens=tokens, new_seq_lens=batch.seq_lens)
         return result
@@ -182,13 +185,15 @@ class SparseSpecWorker(BaseSpecWorker):
     def _round(self, batch: Any) -> GenerationBatchResult:
         if batch.seq_lens.is_cuda:
             batch.seq_lens.record_stream(torch.cuda.current_stream())
+        keys = self._keys(batch)
+        committed_cpu = batch.seq_lens_cpu.tolist()
+        self._reset_unseeded(keys, batch.req_pool_indices.long(), batch.seq_lens.long(), committed_cpu)
         inputs = RoundInputs(
             pools=batch.req_pool_indices.long(),
             committed=batch.seq_lens.long().clone(),
-            committed_cpu=batch.seq_lens_cpu.tolist(),
+            committed_cpu=committed_cpu,
+            base_cpu=[self._base[key.pool] for key in keys],
         )
-        keys = self._keys(batch)
-        self._reset_unseeded(keys, inputs)
         plan = self.planner.plan_round(keys)
         self._note_launch(plan, inputs)
 
@@ -196,15 +201,18 @@ class SparseSpecWorker(BaseSpecWorker):
         # Fresh tensors: the scheduler copies them to the host on another stream while the next round runs.
         tokens = torch.zeros((len(keys), self.config.stride + 1), dtype=torch.int64, device=self.device)
         lengths = torch.zeros(len(keys), dtype=torch.int64, device=self.device)
+        verified: set[int] = set()
         for step in plan.micro_steps:
             micro = build_micro_step(
-                step, inputs, self.state, self.config, self.req_to_token_pool.req_to_token
+                step, inputs, self.state, self.config, self.req_to_token_pool.req_to_token, verified
             )
+            verified |= {row.row for row in step.verifies}
             logits = self._forward(micro)
             if micro.drafts is not None:
                 self._draft(micro, logits[: micro.draft_count], rows)
             if micro.verifies is not None:
                 self._accept(micro, logits[micro.draft_count :], rows, inputs, tokens, lengths)
+        self._base.update((key.pool, length) for key, length in zip(keys, committed_cpu, strict=True))
         return GenerationBatchResult(
             next_token_ids=tokens.reshape(-1),
             accept_lens=lengths,
@@ -216,20 +224,22 @@ class SparseSpecWorker(BaseSpecWorker):
             can_run_cuda_graph=False,
         )
 
-    def _reset_unseeded(self, keys: list[RequestKey], inputs: RoundInputs) -> None:
-        """A request whose prefill this worker did not see drafts from sinks and its first tokens only."""
+    def _reset_unseeded(
+        self, keys: list[RequestKey], pools: torch.Tensor, committed: torch.Tensor, committed_cpu: list[int]
+    ) -> None:
+        """A request whose prefill this worker did not see first drafts from the start of its context."""
         fresh = [row for row, key in enumerate(keys) if self._seeded.get(key.pool) != key.generation]
         if not fresh:
             return
         at = torch.tensor(fresh, device=self.device)
-        pools, kept = inputs.pools[at], self.config.kept + self.config.min_tokens
-        kept = min(kept, self.state.selected.shape[-1])
-        span = torch.arange(kept, dtype=torch.int32, device=self.device)
-        self.state.selected[:, :, pools, :kept] = span
-        self.state.selected_len[pools] = inputs.committed[at].clamp(max=kept)
-        self.state.selected_base[pools] = inputs.committed[at]
+        capacity = self.state.selected.shape[-1]
+        self.state.selected[:, :, pools[at]] = torch.arange(capacity, dtype=torch.int32, device=self.device)
+        kept = [min(self.config.budget(committed_cpu[row]), capacity) for row in fresh]
+        self.state.selected_len[pools[at]] = torch.tensor(kept, device=self.device)
+        self.state.selected_base[pools[at]] = committed[at]
         for row in fresh:
             self._seeded[keys[row].pool] = keys[row].generation
+            self._base[keys[row].pool] = committed_cpu[row]
 
     def _note_launch(self, plan: RoundPlan, inputs: RoundInputs) -> None:
         drafted = [0] * len(inputs.committed_cpu)

@@ -35,7 +35,11 @@ def test_draft_rows_match_the_reference_even_when_the_host_knows_a_bound_only(ro
     h = 1 if index_heads == "shared" else 8
     slots = torch.randint(1, SLOTS, (rows, h, width), device="cuda")
     drafts = DraftRows(
-        pools=torch.zeros(rows, dtype=torch.int64, device="cuda"), lengths=lengths, width=width, bounds=bounds
+        pools=torch.zeros(rows, dtype=torch.int64, device="cuda"),
+        lengths=lengths,
+        width=width,
+        bounds=bounds,
+        exact=slack == 0,
     )
     q = torch.randn(rows, 32, 128, dtype=torch.bfloat16, device="cuda")
     results = []
@@ -77,7 +81,11 @@ def test_one_plan_serves_layers_with_different_selections():
     layer, fast, slow, _ = _setup(32, 8, 128)
     lengths = torch.tensor([5, 260, 31], device="cuda")
     drafts = DraftRows(
-        pools=torch.zeros(3, dtype=torch.int64, device="cuda"), lengths=lengths, width=300, bounds=(300,) * 3
+        pools=torch.zeros(3, dtype=torch.int64, device="cuda"),
+        lengths=lengths,
+        width=300,
+        bounds=(300,) * 3,
+        exact=False,
     )
     q = torch.randn(3, 32, 128, dtype=torch.bfloat16, device="cuda")
     fast.plan(drafts, None)

@@ -3,7 +3,8 @@
 One plan a micro-step serves all layers: a plan holds tiles, not indices, so each layer only swaps the index buffer.
 Rows stand at a fixed stride, and their true lengths live on the device: FlashInfer computes a row's length as
 `(indptr[b+1] - indptr[b] - 1) * page_size + last_page_len[b]`, so `last_page_len = length - (stride - 1)` (negative)
-describes a short row in a long slot, and the host only ever needs an upper bound for draft rows.
+describes a short row in a long slot. Where the host knows a bound only, rows are not split: a split that a short
+row leaves empty would be read out of bounds.
 """
 
 from __future__ import annotations
@@ -97,6 +98,7 @@ class FlashInferAttention(MicroStepAttention):
             heads=self._heads // index_heads if index_heads > 1 else self._heads,
             kv_heads=self._kv_heads if index_heads == 1 else 1,
             scale=scale,
+            disable_split_kv=not rows.exact,
         )
         self._draft_heads = index_heads
 
@@ -127,10 +129,9 @@ class FlashInferAttention(MicroStepAttention):
         scale: float,
         **more: Any,
     ) -> None:
-        """Plan by host bounds, then point the wrapper at rows of a fixed stride with their true lengths.
+        """Plan by what the host knows, then point the wrapper at rows of a fixed stride with their true lengths.
 
-        A bound may exceed a draft row's length (the surplus tiles are empty); a row of several queries must be
-        planned exactly, since its split count is derived from the length on both sides.
+        Split rows must be planned exactly: their number of splits follows from the length on both sides.
         """
         device = lengths.device
         indptr = torch.tensor([0, *bounds], dtype=torch.int32).cumsum(0, dtype=torch.int32)

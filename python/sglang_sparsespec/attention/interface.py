@@ -30,7 +30,8 @@ class DraftRows:
     pools: torch.Tensor  # [n] int64
     lengths: torch.Tensor  # [n] int64: KV tokens attended to, the row's own one included
     width: int  # upper bound of `lengths`
-    bounds: tuple[int, ...]  # upper bound of each length
+    bounds: tuple[int, ...]  # each length, or an upper bound of it
+    exact: bool  # whether `bounds` are the lengths
 
     def __len__(self) -> int:
         return len(self.bounds)

@@ -17,7 +17,9 @@ GATHER_ELEMENTS = 1 << 27
 def gather_heads(kv: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
     """KV of every row and head. kv: [S, Hkv, D]; slots: [R, 1 or Hkv, L] int64. Returns [R, Hkv, L, D]."""
     if slots.shape[1] == 1:
-        return kv[slots[:, 0]].transpose(1, 2)
+        # index_select is several times faster than kv[slots] on a CPU.
+        flat = kv.index_select(0, slots[:, 0].reshape(-1))
+        return flat.view(*slots[:, 0].shape, *kv.shape[1:]).transpose(1, 2)
     heads = torch.arange(kv.shape[1], device=kv.device)
     return kv[slots, heads[:, None]]
 

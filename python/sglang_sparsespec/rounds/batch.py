@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +44,7 @@ class RoundInputs:
     pools: torch.Tensor  # [B] int64
     committed: torch.Tensor  # [B] int64, advanced in place by the round's verifications
     committed_cpu: Sequence[int]  # [B] when the round started
+    base_cpu: Sequence[int]  # [B] prefix that each selection was made from, when the round started
 
 
 def build_micro_step(
@@ -52,8 +53,13 @@ def build_micro_step(
     state: RequestState,
     config: SparseSpecConfig,
     req_to_token: torch.Tensor,
+    verified: Set[int],
 ) -> MicroStepBatch:
-    """Lay out one micro-step. Reads device state only by indexing: the host never waits."""
+    """Lay out one micro-step. Reads device state only by indexing: the host never waits.
+
+    Args:
+        verified: requests (rows of the round's batch) whose verification this round has already run.
+    """
     device = inputs.pools.device
 
     def on_device(values: list[int]) -> torch.Tensor:
@@ -80,7 +86,7 @@ def build_micro_step(
         out_cache_loc=req_to_token[token_pools, positions].long(),
         row_pools=torch.cat([draft_pools, verify_pools]),
         row_prefix=torch.cat([draft_positions, first]),
-        drafts=_draft_rows(step, inputs, state, config, draft_pools, draft_positions),
+        drafts=_draft_rows(step, inputs, state, config, draft_pools, draft_positions, verified),
         verifies=_verify_rows(step, inputs, verify_pools, first, on_device(queries), padded),
         draft_requests=draft_requests,
         draft_at=draft_at,
@@ -97,18 +103,21 @@ def _draft_rows(
     config: SparseSpecConfig,
     pools: torch.Tensor,
     positions: torch.Tensor,
+    verified: Set[int],
 ) -> DraftRows | None:
     if not step.drafts:
         return None
-    # The committed length may have grown by k+1 since the host saw it; the window behind the selection holds the
-    # tokens of the last verification (k+1 at most) and the drafts (k at most).
-    grown, window = config.stride + 1, 2 * config.stride + 1
     capacity = state.selected.shape[-1]
-    bounds = tuple(
-        min(config.budget(inputs.committed_cpu[row.row] + grown), capacity) + window for row in step.drafts
-    )
+    bounds, exact = [], True
+    for row in step.drafts:
+        committed, base = inputs.committed_cpu[row.row], inputs.base_cpu[row.row]
+        if row.row in verified:
+            # What the verification accepted is known on the device only: up to k+1 tokens.
+            base, exact = committed, False
+            committed += config.stride + 1
+        bounds.append(min(config.budget(base), capacity) + committed + row.drafted - base + 1)
     lengths = state.selected_len[pools] + positions - state.selected_base[pools] + 1
-    return DraftRows(pools=pools, lengths=lengths, width=max(bounds), bounds=bounds)
+    return DraftRows(pools=pools, lengths=lengths, width=max(bounds), bounds=tuple(bounds), exact=exact)
 
 
 def _verify_rows(
