@@ -116,7 +116,7 @@ def model_refusal(model_config: Any) -> str | None:
 
 def unsupported_layer(layer: Any) -> str | None:
     """Why a `RadixAttention` layer cannot be served: the last check, when the model is there."""
-    if (layer.sliding_window_size or -1) > -1:
+    if layer.sliding_window_size is not None and layer.sliding_window_size > -1:
         return f"has a sliding window of {layer.sliding_window_size}"
     if layer.logit_cap:
         return f"caps its attention logits at {layer.logit_cap}"

@@ -27,7 +27,7 @@ def _setup(heads: int, kv_heads: int, dim: int):
 @pytest.mark.parametrize("index_heads", ["shared", "per_head"])
 @pytest.mark.parametrize("slack", [0, 300], ids=["exact", "loose"])
 @pytest.mark.parametrize("rows", [1, 2, 7, 43])
-def test_draft_rows_match_the_reference_even_when_the_host_knows_a_bound_only(rows, slack, index_heads):
+def test_draft_rows_match_the_reference_whether_the_host_knows_lengths_or_bounds(rows, slack, index_heads):
     layer, fast, slow, _ = _setup(32, 8, 128)
     lengths = torch.randint(1, 420, (rows,), device="cuda")
     bounds = tuple(int(n) + slack for n in lengths.tolist())

@@ -41,7 +41,7 @@ def make_attention(config: SparseSpecConfig, runner: Any, req_to_token: torch.Te
     if config.attention != "torch" and obstacle is None:
         from sglang_sparsespec.attention.flashinfer import FlashInferAttention
 
-        heads = runner.model_config.num_attention_heads // runner.tp_size
+        heads = next(m.tp_q_head_num for m in runner.model.modules() if hasattr(m, "tp_q_head_num"))
         return FlashInferAttention(
             req_to_token, heads=heads, kv_heads=pool.head_num, head_dim=pool.head_dim, dtype=pool.dtype
         )

@@ -1,10 +1,8 @@
 """Micro-step attention on FlashInfer's paged decode wrapper, page size 1.
 
 One plan a micro-step serves all layers: a plan holds tiles, not indices, so each layer only swaps the index buffer.
-Rows stand at a fixed stride, and their true lengths live on the device: FlashInfer computes a row's length as
-`(indptr[b+1] - indptr[b] - 1) * page_size + last_page_len[b]`, so `last_page_len = length - (stride - 1)` (negative)
-describes a short row in a long slot. Where the host knows a bound only, rows are not split: a split that a short
-row leaves empty would be read out of bounds.
+Plans need exact lengths on the host. It knows them but for drafts that follow a verification of the same round
+(unified schedule); there, and only there, it waits for the device.
 """
 
 from __future__ import annotations
@@ -47,6 +45,7 @@ class FlashInferAttention(MicroStepAttention):
         )
         self._drafts: DraftRows | None = None
         self._draft_heads = 0
+        self._draft_pack: torch.Tensor | None = None
         self._verifies: VerifyRows | None = None
         self._verify_planned = False
 
@@ -70,7 +69,7 @@ class FlashInferAttention(MicroStepAttention):
             keys = layer.k.reshape(-1, 1, 1, self._head_dim)
             values = layer.v.reshape(-1, 1, 1, self._head_dim)
             queries = q.view(-1, self._heads // index_heads, self._head_dim)
-        self._draft_wrapper._paged_kv_indices_buf = pages.to(torch.int32).flatten()
+        self._draft_wrapper._paged_kv_indices_buf = pages.to(torch.int32).flatten()[self._draft_pack]
         return self._draft_wrapper.run(queries.contiguous(), (keys, values)).view(q.shape)
 
     def verify(
@@ -89,56 +88,56 @@ class FlashInferAttention(MicroStepAttention):
         return self._scorer.tail_scores(layer, q, rows)
 
     def _plan_drafts(self, rows: DraftRows, index_heads: int, scale: float) -> None:
-        bounds = [bound for bound in rows.bounds for _ in range(index_heads)]
-        self._plan(
+        lengths = rows.bounds if rows.exact else rows.lengths.tolist()
+        lengths = [length for length in lengths for _ in range(index_heads)]
+        self._draft_pack = self._plan(
             self._draft_wrapper,
-            bounds,
-            rows.lengths.repeat_interleave(index_heads),
+            lengths,
             stride=rows.width,
             heads=self._heads // index_heads if index_heads > 1 else self._heads,
             kv_heads=self._kv_heads if index_heads == 1 else 1,
             scale=scale,
-            disable_split_kv=not rows.exact,
         )
         self._draft_heads = index_heads
 
     def _plan_verifies(self, rows: VerifyRows, scale: float) -> None:
         lengths = [first + rows.padded_queries for first in rows.first_cpu]
-        self._plan(
+        pack = self._plan(
             self._verify_wrapper,
             lengths,
-            rows.first + rows.padded_queries,
             stride=rows.width,
             heads=self._heads,
             kv_heads=self._kv_heads,
             scale=scale,
             q_len_per_req=rows.padded_queries,
         )
-        self._verify_wrapper._paged_kv_indices_buf = self._req_to_token[rows.pools, : rows.width].flatten()
+        slots = self._req_to_token[rows.pools, : rows.width]
+        self._verify_wrapper._paged_kv_indices_buf = slots.flatten()[pack]
         self._verify_planned = True
 
     def _plan(
         self,
         wrapper: Any,
-        bounds: Sequence[int],
-        lengths: torch.Tensor,
+        lengths: Sequence[int],
         *,
         stride: int,
         heads: int,
         kv_heads: int,
         scale: float,
         **more: Any,
-    ) -> None:
-        """Plan by what the host knows, then point the wrapper at rows of a fixed stride with their true lengths.
-
-        Split rows must be planned exactly: their number of splits follows from the length on both sides.
-        """
-        device = lengths.device
-        indptr = torch.tensor([0, *bounds], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    ) -> torch.Tensor:
+        """Plan rows of these lengths. Returns [sum of lengths] int64: where each row's slots stand among rows of
+        `stride` columns, so that a layer packs its slots by one gather."""
+        device = self._req_to_token.device
+        counts = torch.tensor(lengths, dtype=torch.int64)
+        indptr = torch.zeros(len(lengths) + 1, dtype=torch.int32)
+        indptr[1:] = counts.cumsum(0)
+        starts = torch.arange(len(lengths)) * stride - indptr[:-1]
+        pack = torch.arange(int(indptr[-1])) + starts.repeat_interleave(counts)
         wrapper.plan(
             indptr,
-            torch.empty(int(indptr[-1]), dtype=torch.int32, device=device),
-            torch.ones(len(bounds), dtype=torch.int32),
+            torch.zeros(len(pack), dtype=torch.int32, device=device),
+            torch.ones(len(lengths), dtype=torch.int32),
             heads,
             kv_heads,
             self._head_dim,
@@ -148,7 +147,4 @@ class FlashInferAttention(MicroStepAttention):
             sm_scale=scale,
             **more,
         )
-        wrapper._paged_kv_indptr_buf = (
-            torch.arange(len(bounds) + 1, dtype=torch.int32, device=device) * stride
-        )
-        wrapper._paged_kv_last_page_len_buf = (lengths - (stride - 1)).to(torch.int32)
+        return pack.to(device, non_blocking=True)
