@@ -93,8 +93,8 @@ class ServerProcess:
         try:
             self.start()
             self.wait_ready()
-        except BaseException:
-            self.stop()
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
             raise
         return self
 

@@ -209,7 +209,10 @@ def demo(args: argparse.Namespace, console: Console) -> int:
     """Run both servers one after the other, print and write the result; returns the exit status."""
     device = find_device()
     ids = encode_prompts(args.problems, args.model_path)
-    console.print(f"{len(ids)} problems, {args.concurrency} at a time, model {args.model_path}, on {device}.")
+    console.print(
+        f"{len(ids)} problems, {args.concurrency} at a time, model {args.model_path}, on {device}.",
+        soft_wrap=True,
+    )
     spec = serve_and_run(
         console, "SPARSESPEC", make_server(args, device, speculative=True), args.problems, ids, args
     )

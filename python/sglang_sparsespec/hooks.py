@@ -143,7 +143,7 @@ def _fault(hook: Hook) -> str | None:
     if hook.target not in HookRegistry._patched:
         return "SGLang did not apply the hook"
     live = pkgutil.resolve_name(hook.target.rsplit(".", 1)[0])
-    function = getattr(live, hook.target.rsplit(".", 1)[1])
+    function = getattr(live, hook.target.rsplit(".", 1)[1], None)
     while function is not None:
         cells = getattr(function, "__closure__", None) or ()
         if any(cell.cell_contents is hook.function for cell in cells):
