@@ -1,9 +1,13 @@
-"""Does SPARSESPEC answer as the model alone does? One server without it, then one for every variant, same prompts.
+"""Does SPARSESPEC answer as the model alone does? One server without it, then one for every variant,
+same prompts.
 
-    python benchmark/serving/eager_check.py --model-path DIR --prompts benchmark/reasoner/prompts-2k.jsonl --out R.json
+    python benchmark/serving/eager_check.py --model-path DIR --prompts
+    benchmark/reasoner/prompts-2k.jsonl --out R.json
 
-For every variant: answers right, token ids equal to those without speculation (in bfloat16 two correct servers may
-part at near ties), acceptance length, tokens/s; then a storm of concurrent requests of which many are aborted,
+For every variant: answers right, token ids equal to those without speculation (in bfloat16 two correct
+servers may
+part at near ties), acceptance length, tokens/s; then a storm of concurrent requests of which many are
+aborted,
 after which the first prompts must still give the same ids.
 """
 

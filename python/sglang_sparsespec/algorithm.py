@@ -64,7 +64,8 @@ def validate_server_args(server_args: Any) -> None:
     """Refuse what cannot work, before weights load. SGLang does not swallow what this raises.
 
     Raises:
-        ValueError: a flag, the model or the configuration is not supported; the text names it and the ways out.
+        ValueError: a flag, the model or the configuration is not supported; the text names it and the
+        ways out.
         RuntimeError: SGLang is not the release this package is made for.
     """
     config = _config_of(server_args)

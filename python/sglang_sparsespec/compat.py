@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import hashlib
 import inspect
 import json
@@ -215,10 +216,8 @@ def model_config_of(server_args: Any) -> Any:
     """The `ModelConfig` behind server arguments, also behind the stand-in that plugins are handed."""
     from sglang.srt.arg_groups.model_override_base import model_config_of as of
 
-    try:
+    with contextlib.suppress(AttributeError):
         server_args = object.__getattribute__(server_args, "_cfg")
-    except AttributeError:
-        pass
     return of(server_args)
 
 

@@ -96,9 +96,10 @@ class SparseSpecConfig:
     @classmethod
     def from_mapping(cls, raw: Mapping[str, Any], *, source: str = CONFIG_ENV) -> SparseSpecConfig:
         """Build from a JSON object. Raises ConfigError on an unknown key or a bad value."""
+        known = cls.keys()
         for key in raw:
-            if key not in cls.keys():
-                raise ConfigError(f"{source}: unknown key {key!r}{_nearest(key, cls.keys())}")
+            if key not in known:
+                raise ConfigError(f"{source}: unknown key {key!r}{_nearest(key, known)}")
         values = {name: _widen(cls, name, value) for name, value in raw.items()}
         try:
             return cls(**values)

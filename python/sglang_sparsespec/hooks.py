@@ -1,6 +1,8 @@
-"""Every place where SGLang's behaviour is changed at run time: target, reason, and proof that it is in effect.
+"""Every place where SGLang's behaviour is changed at run time: target, reason, and proof that it is in
+effect.
 
-SGLang only logs a hook that fails. `install` and `verify` therefore raise, from places that SGLang does not guard.
+SGLang only logs a hook that fails. `install` and `verify` therefore raise, from places that SGLang does
+not guard.
 """
 
 from __future__ import annotations

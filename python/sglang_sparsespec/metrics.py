@@ -79,7 +79,8 @@ class AcceptanceMetrics:
         self._prometheus = _Prometheus(labels, len(self.drafted))
 
     def launched(self, drafted: Sequence[int], budgets: Sequence[int]) -> None:
-        """A round was launched; `drafted[i]` drafts of request i will be verified, from `budgets[i]` tokens."""
+        """A round was launched; `drafted[i]` drafts of request i will be verified, from `budgets[i]`
+        tokens."""
         self._launched.append((list(drafted), list(budgets)))
 
     def finished(self, accepted: Sequence[int]) -> None:
@@ -101,7 +102,8 @@ class AcceptanceMetrics:
             self._prometheus.observe(drafted, accepted, budgets)
 
     def snapshot(self) -> dict[str, Any]:
-        """For `/server_info`. Acceptance of a position is of all drafts made there, not only of those reached."""
+        """For `/server_info`. Acceptance of a position is of all drafts made there, not only of those
+        reached."""
         return {
             "rounds": self.rounds,
             "verifications": self.verifications,

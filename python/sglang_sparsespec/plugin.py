@@ -1,4 +1,5 @@
-"""The SGLang plugin entry point. It runs in every process of the server, so it imports nothing heavy itself."""
+"""The SGLang plugin entry point. It runs in every process of the server, so it imports nothing heavy
+itself."""
 
 
 def register() -> None:

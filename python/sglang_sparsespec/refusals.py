@@ -147,7 +147,7 @@ REQUEST_REFUSALS: tuple[Refusal, ...] = (
     Refusal("min_new_tokens", _sampling("min_new_tokens", 0), "penalties"),
     Refusal("logit_bias", lambda req: bool(req.sampling_params.logit_bias), "logit bias"),
     Refusal("sampling_seed", _sampling("sampling_seed", None), "seeds of single requests"),
-    Refusal("beam_width", _sampling("beam_width", None), "beam search"),
+    Refusal("beam_width > 1", lambda req: (req.sampling_params.beam_width or 1) > 1, "beam search"),
     Refusal("watermark", _sampling("watermark", None), "watermarks"),
     Refusal("custom_logit_processor", _set("custom_logit_processor"), "custom logit processors"),
     Refusal("return_hidden_states", _set("return_hidden_states"), "hidden states"),

@@ -13,7 +13,8 @@ from sglang_sparsespec.rounds.batch import MicroStepBatch
 
 @dataclass
 class SparseDraftInput(SpecInput):
-    """Carried from one scheduler iteration to the next. The worker's own state is on the device, by pool row."""
+    """Carried from one scheduler iteration to the next. The worker's own state is on the device, by pool
+    row."""
 
     bonus_tokens: torch.Tensor  # [B] int64: last emitted token of each request; it has no KV yet
     new_seq_lens: torch.Tensor  # [B] int64: committed lengths
@@ -43,9 +44,9 @@ class SparseDraftInput(SpecInput):
 
     def merge_batch(self, other: SparseDraftInput) -> None:
         """Append the requests of `other`."""
-        if self.future_indices is not None:
-            if other.future_indices is None:
-                raise RuntimeError("cannot merge a batch that waits for its forward with one that does not.")
+        if (self.future_indices is None) != (other.future_indices is None):
+            raise RuntimeError("cannot merge a batch that waits for its forward with one that does not.")
+        if self.future_indices is not None and other.future_indices is not None:
             self.future_indices = torch.cat([self.future_indices, other.future_indices])
             return
         self.bonus_tokens = torch.cat([self.bonus_tokens, other.bonus_tokens])

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-
 from sglang_sparsespec.attention.interface import DraftRows, LayerKV, VerifyRows
 from sglang_sparsespec.attention.torch_reference import TorchAttention
 

@@ -23,10 +23,12 @@ SEED_QUERIES = 16
 class SparseSpecAttentionBackend(AttentionBackend):
     """Routes micro-steps to `attention` and everything else to the backend that SGLang resolved.
 
-    Prefills run on `inner`; their last queries are scored afterwards, so that a first round is sparse already.
+    Prefills run on `inner`; their last queries are scored afterwards, so that a first round is sparse
+    already.
     """
 
-    # The host plans gathers by exact lengths; SGLang fetches them between rounds, while the next one is prepared.
+    # The host plans gathers by exact lengths; SGLang fetches them between rounds, while the next one is
+    # prepared.
     needs_cpu_seq_lens = True
 
     def __init__(
@@ -75,8 +77,10 @@ class SparseSpecAttentionBackend(AttentionBackend):
         lengths = [int(n) for n in forward_batch.extend_seq_lens_cpu]
         totals = [int(n) for n in forward_batch.seq_lens_cpu]
         tails = [min(n, SEED_QUERIES) for n in lengths]
-        if not lengths or min(lengths) == 0:
-            return
+        if min(lengths, default=0) < 1:
+            raise RuntimeError(
+                f"a prefill of {lengths} tokens cannot seed a selection; each must be at least 1."
+            )
         device = self.req_to_token.device
 
         def on_device(values: list[int]) -> torch.Tensor:
@@ -221,7 +225,8 @@ class SparseSpecAttentionBackend(AttentionBackend):
 
 
 def _inner_attribute(name: str, settable: bool) -> property:
-    """A class attribute of the base class that `inner` answers for; a value set on the wrapper itself wins."""
+    """A class attribute of the base class that `inner` answers for; a value set on the wrapper itself
+    wins."""
 
     def read(self: SparseSpecAttentionBackend) -> Any:
         own = self.__dict__.get("_own", {})

@@ -1,7 +1,9 @@
 """Micro-step attention on FlashInfer's paged decode wrapper, page size 1.
 
-One plan a micro-step serves all layers: a plan holds tiles, not indices, so each layer only swaps the index buffer.
-Plans need exact lengths on the host. It knows them but for drafts that follow a verification of the same round
+One plan a micro-step serves all layers: a plan holds tiles, not indices, so each layer only swaps the
+index buffer.
+Plans need exact lengths on the host. It knows them but for drafts that follow a verification of the same
+round
 (unified schedule); there, and only there, it waits for the device.
 """
 
@@ -19,7 +21,8 @@ WORKSPACE_BYTES = 256 << 20
 
 
 class FlashInferAttention(MicroStepAttention):
-    """The interface on `BatchDecodeWithPagedKVCacheWrapper`: CUDA cores for drafts, tensor cores for verification.
+    """The interface on `BatchDecodeWithPagedKVCacheWrapper`: CUDA cores for drafts, tensor cores for
+    verification.
 
     Args:
         req_to_token: [rows, positions] int32 page table.
@@ -39,7 +42,8 @@ class FlashInferAttention(MicroStepAttention):
         self._scorer = TorchAttention(req_to_token)
         workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=req_to_token.device)
         self._draft_wrapper = BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=False)
-        # The kernels of one micro-step run in stream order, but each wrapper's plan lives in its own workspace.
+        # The kernels of one micro-step run in stream order, but each wrapper's plan lives in its own
+        # workspace.
         self._verify_wrapper = BatchDecodeWithPagedKVCacheWrapper(
             torch.zeros_like(workspace), "NHD", use_tensor_cores=True
         )
@@ -126,7 +130,8 @@ class FlashInferAttention(MicroStepAttention):
         scale: float,
         **more: Any,
     ) -> torch.Tensor:
-        """Plan rows of these lengths. Returns [sum of lengths] int64: where each row's slots stand among rows of
+        """Plan rows of these lengths. Returns [sum of lengths] int64: where each row's slots stand among
+        rows of
         `stride` columns, so that a layer packs its slots by one gather."""
         device = self._req_to_token.device
         counts = torch.tensor(lengths, dtype=torch.int64)

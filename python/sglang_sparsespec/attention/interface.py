@@ -41,7 +41,8 @@ class DraftRows:
 class VerifyRows:
     """Rows of up to Q queries that attend to all their request's KV, causally.
 
-    Queries are padded to Q = k+1 a row. A padded query sits behind the real ones, sees slots that hold anything,
+    Queries are padded to Q = k+1 a row. A padded query sits behind the real ones, sees slots that hold
+    anything,
     and its output is dropped.
     """
 
@@ -80,7 +81,8 @@ class MicroStepAttention(ABC):
         """Full causal attention. q: [R, Q, Hq, D].
 
         Returns:
-            out [R, Q, Hq, D], and where `scores` is asked for [R, Hkv, width] float32: the probability that each
+            out [R, Q, Hq, D], and where `scores` is asked for [R, Hkv, width] float32: the probability
+            that each
             KV token got, averaged over the row's real queries that see it and over the heads of the KV group.
         """
 

@@ -1,6 +1,7 @@
 """Which requests draft and which verify in each micro-step of a round. Pure Python, no torch.
 
-A round has k+1 micro-steps, each one model forward. A request has an *offset* o and verifies at micro-step o; at
+A round has k+1 micro-steps, each one model forward. A request has an *offset* o and verifies at
+micro-step o; at
 every other micro-step it drafts one token. Between two verifications it therefore drafts exactly k times: at
 micro-steps o+1..k of one round and 0..o-1 of the next. Lockstep is the same plan with o = k for all.
 (SparseSpec, arXiv 2512.01278, section 4.1: unified batch scheduling.)
@@ -63,7 +64,8 @@ class RoundPlanner:
         stride: k, drafts between two verifications, at least 1.
         schedule: "lockstep" (all offsets k) or "unified" (least-loaded offset).
 
-    Every rank of a tensor-parallel group calls it with the same requests in the same order, so all decide alike.
+    Every rank of a tensor-parallel group calls it with the same requests in the same order, so all
+    decide alike.
     """
 
     def __init__(self, stride: int, schedule: str) -> None:
@@ -124,7 +126,8 @@ class RoundPlanner:
 def kv_reserve(stride: int, schedule: str) -> int:
     """KV slots a request needs beyond what the scheduler knows to be committed.
 
-    The scheduler's count lags one round (k+1 tokens) behind the device under overlap. From there, lockstep writes
+    The scheduler's count lags one round (k+1 tokens) behind the device under overlap. From there,
+    lockstep writes
     at most k+1 positions; unified commits up to k+1 and then drafts up to k more.
     """
     return 2 * stride + 2 if schedule == "lockstep" else 3 * stride + 2

@@ -48,7 +48,8 @@ class RequestState:
         return sum(t.nbytes for t in vars(self).values() if isinstance(t, torch.Tensor))
 
     def begin(self, pools: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Start (or restart) requests after a prefill. pools: [n] int64; tokens: [n], sampled, without KV yet."""
+        """Start (or restart) requests after a prefill. pools: [n] int64; tokens: [n], sampled, without
+        KV yet."""
         self.tokens[pools, 0] = tokens.to(torch.int64)
 
     def zero(self) -> None:

@@ -12,7 +12,8 @@ from sglang_sparsespec.config import SparseSpecConfig
 class Selector(ABC):
     """Chooses `budget` logical positions of each row's prefix.
 
-    Everything after the prefix is kept by the attention itself, so a selection holds positions below the prefix
+    Everything after the prefix is kept by the attention itself, so a selection holds positions below the
+    prefix
     length only: a key that stood in both would count twice in the softmax.
     """
 

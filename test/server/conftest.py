@@ -1,0 +1,141 @@
+"""The servers of this folder's tests, in the order in which the tests use them."""
+
+import json
+
+import pytest
+from farm import REASONER, Farm, Spec, generate, make_random_model
+from sglang_sparsespec._client import encode_prompts, load_problems
+
+PROBLEMS = load_problems(REASONER.parent / "demo-prompts.jsonl")
+OPTIMIZED = (("PYTHONOPTIMIZE", "1"),)
+
+
+def _spec(name, model, *, args=(), env=(), **config):
+    return Spec(name, model, json.dumps(config), args, env)
+
+
+PLAN = [
+    # References: stock SGLang, with our plugin switched off and, once, loaded but not selected.
+    Spec("plain-reasoner", "reasoner", env=(("SGLANG_PLUGINS", "sparsespec_cpu"),)),
+    Spec("plain-with-plugin", "reasoner"),
+    Spec("plain-qwen3", "qwen3"),
+    Spec("plain-llama", "llama"),
+    # Every selector and debug mode, k in {1, 3, 8}, both schedules and index scopes; every other one
+    # under -O.
+    _spec("pillar-k8", "reasoner", stride=8, min_tokens=64, args=("--enable-metrics",)),
+    _spec("window-k8", "reasoner", stride=8, min_tokens=64, selector="window", env=OPTIMIZED),
+    _spec("wrong-k3-unified", "reasoner", stride=3, debug_drafts="wrong", schedule="unified"),
+    _spec("full-k8", "reasoner", stride=8, budget_ratio=1.0, env=OPTIMIZED),
+    _spec("pillar-k1-synchronous", "reasoner", stride=1, args=("--disable-overlap-schedule",), min_tokens=16),
+    _spec(
+        "random-k3-storm",
+        "reasoner",
+        stride=3,
+        min_tokens=16,
+        selector="random",
+        schedule="unified",
+        args=("--max-total-tokens", "6000", "--chunked-prefill-size", "256"),
+        env=(("SGLANG_TEST_RETRACT", "1"), *OPTIMIZED),
+    ),
+    _spec("limit-k8", "reasoner", stride=8, min_tokens=32, args=("--context-length", "160")),
+    _spec(
+        "pillar-k3-heads",
+        "qwen3",
+        stride=3,
+        min_tokens=8,
+        index_scope="kv_head",
+        schedule="unified",
+        env=OPTIMIZED,
+    ),
+    _spec("full-k1", "qwen3", stride=1, budget_ratio=1.0),
+    _spec(
+        "pillar-k8-llama",
+        "llama",
+        stride=8,
+        min_tokens=8,
+        index_scope="kv_head",
+        env=OPTIMIZED,
+        args=("--tp", "2"),
+    ),
+    _spec("wrong-k8-llama", "llama", stride=8, debug_drafts="wrong"),
+]
+
+
+@pytest.fixture(scope="session")
+def farm(tmp_path_factory):
+    root = tmp_path_factory.mktemp("servers")
+    models = {
+        "reasoner": REASONER,
+        "qwen3": make_random_model(root / "qwen3", "qwen3", seed=3),
+        "llama": make_random_model(root / "llama", "llama", seed=4),
+    }
+    farm = Farm(PLAN, models, logs=root)
+    yield farm
+    farm.stop_all()
+
+
+@pytest.fixture(scope="session")
+def problems():
+    return PROBLEMS
+
+
+@pytest.fixture(scope="session")
+def prompts():
+    """Token ids of prompts by model: seven for the random models, the demo's fourteen for the reasoner."""
+    import random
+
+    rng = random.Random(5)
+    shared = [rng.randrange(10, 800) for _ in range(40)]
+    lengths = (5, 17, 64, 130, 255, 33, 300)
+    drawn = [shared + [rng.randrange(10, 800) for _ in range(n)] for n in lengths]
+    return {"reasoner": encode_prompts(PROBLEMS, str(REASONER)), "qwen3": drawn, "llama": drawn}
+
+
+TOKENS = {"reasoner": 1300, "qwen3": 64, "llama": 64}
+
+
+@pytest.fixture(scope="session")
+def references(farm, prompts):
+    """Ids and log-probabilities of every prompt without speculation, by model. Computed once, one after
+    another."""
+    found = {}
+    for model, ids in prompts.items():
+        server = farm.get(f"plain-{model}")
+        found[model] = [
+            {
+                "ids": reply["output_ids"],
+                "text": reply["text"],
+                "logprobs": [p[0] for p in reply["meta_info"]["output_token_logprobs"]],
+                "finish": reply["meta_info"]["finish_reason"]["type"],
+            }
+            for reply in generate(
+                server, ids, max_new_tokens=TOKENS[model], ignore_eos=model != "reasoner", return_logprob=True
+            )
+        ]
+        if model == "reasoner":
+            found["info"] = _info(server)
+            found["info-with-plugin"] = _info(farm.get("plain-with-plugin"))
+            found["with-plugin"] = [
+                reply["output_ids"]
+                for reply in generate(
+                    farm.get("plain-with-plugin"), ids[:3], max_new_tokens=TOKENS[model], ignore_eos=False
+                )
+            ]
+        if model == "qwen3":
+            found["samples"] = sample_starts(server, ids[0])
+    return found
+
+
+def _info(server):
+    import requests
+
+    return requests.get(f"{server.url}/server_info", timeout=30).json()
+
+
+def sample_starts(server, prompt, *, count=2000, batch=250):
+    """The first five tokens of `count` samples at temperature 0.8."""
+    starts = []
+    for _ in range(count // batch):
+        replies = generate(server, [prompt] * batch, temperature=0.8, top_p=0.95, max_new_tokens=5)
+        starts += [tuple(reply["output_ids"]) for reply in replies]
+    return starts

@@ -1,0 +1,137 @@
+"""Real servers for tests: started ahead of the test that needs them, few at a time, and always ended."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import requests
+from sglang_sparsespec._server import ServerProcess
+
+ASSETS = Path(__file__).parents[2] / "python/sglang_sparsespec/assets"
+REASONER = ASSETS / "reasoner-5m"
+READY_S = 420
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One server. `config` None: without speculation."""
+
+    name: str
+    model: str  # "reasoner", "qwen3" or "llama"
+    config: str | None = None  # JSON of SGLANG_SPARSESPEC_CONFIG
+    args: tuple[str, ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def stride(self) -> int:
+        return json.loads(self.config or "{}").get("stride", 8)
+
+
+@dataclass
+class Farm:
+    """Hands out running servers in the order of `plan`; the next one starts while tests use the current
+    one."""
+
+    plan: list[Spec]
+    models: dict[str, Path]
+    logs: Path
+    _starting: dict[str, threading.Thread] = field(default_factory=dict)
+    _servers: dict[str, ServerProcess] = field(default_factory=dict)
+    _errors: dict[str, BaseException] = field(default_factory=dict)
+
+    def get(self, name: str) -> ServerProcess:
+        """The running server `name`. Servers that stand before it in the plan are ended."""
+        at = next(i for i, spec in enumerate(self.plan) if spec.name == name)
+        for spec in self.plan[:at]:
+            self._stop(spec.name)
+        for spec in self.plan[at : at + 2]:
+            self._start(spec)
+        self._starting[name].join()
+        if name in self._errors:
+            raise self._errors[name]
+        return self._servers[name]
+
+    def stop_all(self) -> None:
+        for spec in self.plan:
+            self._stop(spec.name)
+
+    def _start(self, spec: Spec) -> None:
+        if spec.name in self._starting:
+            return
+        thread = threading.Thread(target=self._run, args=(spec,), daemon=True)
+        self._starting[spec.name] = thread
+        thread.start()
+
+    def _run(self, spec: Spec) -> None:
+        args = ["--dtype", "float32", "--random-seed", "1", "--skip-server-warmup", *spec.args]
+        env = {"OMP_NUM_THREADS": "1", **dict(spec.env)}
+        if spec.config is not None:
+            args += ["--speculative-algorithm", "SPARSESPEC"]
+            env["SGLANG_SPARSESPEC_CONFIG"] = spec.config
+        server = ServerProcess(
+            self.models[spec.model], args, env=env, log_path=self.logs / f"{spec.name}.log", timeout_s=READY_S
+        )
+        self._servers[spec.name] = server
+        try:
+            server.start()
+            server.wait_ready()
+        except BaseException as error:
+            self._errors[spec.name] = error
+
+    def _stop(self, name: str) -> None:
+        if name in self._starting:
+            self._starting[name].join()
+            if name in self._servers:
+                self._servers.pop(name).stop()
+
+
+def generate(server: ServerProcess, prompts: Sequence[Sequence[int]], **params: Any) -> list[dict[str, Any]]:
+    """Answer all `prompts` (token ids) at once, greedily unless told otherwise. Raises on any error
+    status."""
+    extra = {key: params.pop(key) for key in ("return_logprob", "logprob_start_len") if key in params}
+    sampling = {"temperature": 0, "ignore_eos": True, **params}
+    payload = {"input_ids": [list(p) for p in prompts], "sampling_params": sampling, **extra}
+    reply = requests.post(f"{server.url}/generate", json=payload, timeout=400)
+    assert reply.status_code == 200, reply.text[:500]
+    return reply.json()
+
+
+def internal_state(server: ServerProcess) -> dict[str, Any]:
+    return requests.get(f"{server.url}/server_info", timeout=30).json()["internal_states"][0]
+
+
+def make_random_model(path: Path, kind: str, seed: int) -> Path:
+    """A tiny model with random weights, wide enough that its logits are far apart. kind: "qwen3" or
+    "llama"."""
+    import torch
+    import transformers
+
+    torch.manual_seed(seed)
+    shape = {
+        "vocab_size": 896,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4 if kind == "llama" else 1,
+        "head_dim": 32,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        "bos_token_id": 0,
+        "eos_token_id": 2,
+    }
+    config = getattr(transformers, {"qwen3": "Qwen3Config", "llama": "LlamaConfig"}[kind])(**shape)
+    model = getattr(transformers, {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}[kind])(config)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 2:
+                weight.normal_(0, 0.6 / weight.shape[1] ** 0.5 if "lm_head" not in name else 0.35)
+    model.to(torch.float32).save_pretrained(path)
+    for part in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (path / part).write_bytes((REASONER / part).read_bytes())
+    return path

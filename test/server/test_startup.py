@@ -1,0 +1,31 @@
+"""A server that cannot be right does not start: it says why, before weights load."""
+
+import pytest
+from farm import REASONER
+from sglang_sparsespec._server import ServerError, ServerProcess
+
+pytestmark = pytest.mark.server
+
+CASES = {
+    "unknown-key": (["--sparsespec-config", '{"budget_ration": 0.1}'], ["budget_ration", "budget_ratio"]),
+    "flags-disagree": (
+        ["--speculative-num-steps", "4", "--speculative-num-draft-tokens", "9"],
+        ["--speculative-num-steps", "--speculative-num-draft-tokens", "k + 1"],
+    ),
+    "mixed-chunk": (["--enable-mixed-chunk"], ["--enable-mixed-chunk", "SPARSESPEC"]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_start_up_ends_with_the_reason(case):
+    args, named = CASES[case]
+    server = ServerProcess(
+        REASONER, ["--dtype", "float32", "--speculative-algorithm", "SPARSESPEC", *args], timeout_s=300
+    )
+    with pytest.raises(ServerError) as caught, server:
+        pass
+    text = server.log_path.read_text(errors="replace")
+    for word in named:
+        assert word in str(caught.value) or word in text
+    assert "Load weight begin" not in text
+    server.log_path.unlink()

@@ -1,0 +1,202 @@
+"""Rounds: every request verifies once a round and drafts k times in between, whatever comes and goes."""
+
+import random
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+from sglang_sparsespec.rounds.planner import DraftRow, RequestKey, RoundPlanner, VerifyRow, kv_reserve
+
+SCHEDULES = ("lockstep", "unified")
+STRIDES = (1, 2, 3, 8)
+
+
+def keys(count, generation=0):
+    return [RequestKey(pool, generation) for pool in range(1, count + 1)]
+
+
+def verify_steps(plan):
+    """The micro-step at which each row verifies."""
+    return {row.row: at for at, step in enumerate(plan.micro_steps) for row in step.verifies}
+
+
+@dataclass
+class Life:
+    """What a test knows of one request."""
+
+    key: RequestKey
+    drafted: int = 0  # since its last verification
+    verified: int = 0
+
+
+class Batch:
+    """Requests that arrive, finish, abort and pause at random; pool rows are handed out again at once."""
+
+    def __init__(self, seed, rows=9):
+        self.random = random.Random(seed)
+        self.free = list(range(1, rows + 1))
+        self.generation = Counter()
+        self.running: list[Life] = []
+
+    def change(self):
+        for life in [life for life in self.running if self.random.random() < 0.15]:  # finished or aborted
+            self.running.remove(life)
+            self.free.insert(0, life.key.pool)
+        for _ in range(self.random.choice([0, 0, 1, 2, 5])):
+            if self.free:
+                pool = self.free.pop(0)
+                self.generation[pool] += 1
+                self.running.append(Life(RequestKey(pool, self.generation[pool])))
+        self.random.shuffle(self.running)
+
+    def next_round(self):
+        """Most of what runs: a request may sit out a round."""
+        return [life for life in self.running if self.random.random() < 0.9]
+
+
+def check_step(step, lives, verified_now, stride):
+    """One micro-step against what is known of each request, which is advanced."""
+    assert sorted(row.row for row in (*step.drafts, *step.verifies)) == list(range(len(lives)))
+    for row in step.verifies:
+        life = lives[row.row]
+        assert row == VerifyRow(row.row, life.drafted)
+        assert life.drafted == stride or (life.verified == 0 and life.drafted < stride)
+        life.drafted, life.verified = 0, life.verified + 1
+        verified_now[row.row] += 1
+    for row in step.drafts:
+        life = lives[row.row]
+        assert row == DraftRow(row.row, life.drafted)
+        life.drafted += 1
+
+
+@pytest.mark.parametrize("stride", STRIDES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("seed", range(6))
+def test_all_verify_once_a_round_and_draft_k_times_in_between(schedule, stride, seed):
+    planner, batch = RoundPlanner(stride, schedule), Batch(seed)
+    reused = False
+    for _ in range(150):
+        batch.change()
+        lives = batch.next_round()
+        plan = planner.plan_round([life.key for life in lives])
+        assert len(plan.micro_steps) == stride + 1
+        verified = Counter()
+        for step in plan.micro_steps:
+            check_step(step, lives, verified, stride)
+        assert verified == Counter(range(len(lives)))
+        reused |= any(life.key.generation > 1 for life in lives)
+    assert reused
+
+
+@pytest.mark.parametrize("stride", STRIDES)
+def test_lockstep_drafts_k_times_and_then_verifies_all(stride):
+    planner = RoundPlanner(stride, "lockstep")
+    for count in (1, 4, 7, 2):
+        *drafting, last = planner.plan_round(keys(count)).micro_steps
+        for at, step in enumerate(drafting):
+            assert step.drafts == tuple(DraftRow(row, at) for row in range(count))
+            assert step.verifies == ()
+        assert last.drafts == ()
+        assert last.verifies == tuple(VerifyRow(row, stride) for row in range(count))
+
+
+@pytest.mark.parametrize("stride", STRIDES)
+@pytest.mark.parametrize("count", [1, 2, 5, 9, 20])
+def test_unified_spreads_arrivals_evenly(stride, count):
+    plan = RoundPlanner(stride, "unified").plan_round(keys(count))
+    rows = [len(step.verifies) for step in plan.micro_steps]
+    assert sum(rows) == count
+    assert max(rows) - min(rows) <= 1
+
+
+def test_unified_fills_the_gap_that_a_finished_request_leaves():
+    planner = RoundPlanner(3, "unified")
+    before = verify_steps(planner.plan_round(keys(4)))
+    left = [key for key in keys(4) if key.pool != 2]
+    after = verify_steps(planner.plan_round([*left, RequestKey(9, 0)]))
+    assert after[3] == before[1]
+
+
+def test_a_request_keeps_its_offset_when_the_batch_changes_order():
+    planner = RoundPlanner(4, "unified")
+    requests = keys(5)
+    before = verify_steps(planner.plan_round(requests))
+    after = verify_steps(planner.plan_round(requests[::-1]))
+    assert [after[4 - row] for row in range(5)] == [before[row] for row in range(5)]
+
+
+def test_a_new_generation_of_a_row_starts_afresh():
+    planner = RoundPlanner(3, "unified")
+    planner.plan_round(keys(4))
+    plan = planner.plan_round(keys(4, generation=1))
+    for at, step in enumerate(plan.micro_steps):
+        assert all(row.drafted == at for row in step.verifies)
+
+
+def test_forget_drops_all_cycles():
+    planner = RoundPlanner(3, "unified")
+    first = planner.plan_round(keys(4))
+    assert planner.plan_round(keys(4)) != first  # drafts of the first round wait for verification
+    planner.forget()
+    assert planner.plan_round(keys(4)) == first
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_ranks_that_see_the_same_decide_alike(schedule):
+    planners = [RoundPlanner(3, schedule) for _ in range(2)]
+    batch = Batch(seed=7)
+    for _ in range(40):
+        batch.change()
+        requests = [life.key for life in batch.next_round()]
+        first, second = (planner.plan_round(requests) for planner in planners)
+        assert first == second
+
+
+def test_an_empty_batch_has_empty_micro_steps():
+    plan = RoundPlanner(2, "unified").plan_round([])
+    assert [len(step.drafts) + len(step.verifies) for step in plan.micro_steps] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [((0, "lockstep"), "stride is 0"), ((3, "eager"), "'eager'; allowed: lockstep, unified")],
+)
+def test_what_it_cannot_plan_is_refused(given, told):
+    with pytest.raises(ValueError, match=told):
+        RoundPlanner(*given)
+
+
+# --- KV slots ---
+
+
+def furthest_write(schedule, stride, rounds, accept):
+    """Most slots that a request needs beyond the length that the host knows, one round behind the device."""
+    planner, requests = RoundPlanner(stride, schedule), keys(2 * stride + 3)
+    committed = [100] * len(requests)
+    known = list(committed)
+    needed = 0
+    for _ in range(rounds):
+        start = list(committed)
+        for step in planner.plan_round(requests).micro_steps:
+            for row in step.drafts:
+                needed = max(needed, committed[row.row] + row.drafted + 1 - known[row.row])
+            for row in step.verifies:
+                needed = max(needed, committed[row.row] + row.drafted + 1 - known[row.row])
+                committed[row.row] += accept(row.drafted)
+        known = start
+    return needed
+
+
+@pytest.mark.parametrize("stride", STRIDES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_kv_reserve_is_needed_in_full_when_all_is_accepted(schedule, stride):
+    assert furthest_write(schedule, stride, 6, lambda drafted: drafted + 1) == kv_reserve(stride, schedule)
+
+
+@pytest.mark.parametrize("stride", STRIDES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("seed", range(4))
+def test_the_kv_reserve_is_enough_for_any_acceptance(schedule, stride, seed):
+    chance = random.Random(seed)
+    needed = furthest_write(schedule, stride, 60, lambda drafted: chance.randint(1, drafted + 1))
+    assert needed <= kv_reserve(stride, schedule)
