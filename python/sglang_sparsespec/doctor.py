@@ -86,8 +86,7 @@ def check_plugins() -> Found:
         yield "ok", f"{NAME} is registered with SGLang"
     else:
         limits = [f"{n}={os.environ[n]}" for n in ("SGLANG_PLUGINS", "SGLANG_PLATFORM") if n in os.environ]
-        why = f"; {' and '.join(limits)} may keep the plugin from loading" if limits else ""
-        yield "fail", f"{NAME} is not registered with SGLang{why}"
+        yield "fail", f"{NAME} is not registered with SGLang. Environment: {' '.join(limits) or 'unchanged'}"
 
 
 @contextlib.contextmanager
@@ -112,8 +111,7 @@ def check_contract() -> Found:
     from sglang_sparsespec import compat
 
     compat.check_contract(strict=True)
-    counts = f"{len(compat.SIGNATURES)} signatures, {len(compat.BEHAVIOUR)} pieces of code"
-    yield "ok", f"SGLang keeps the contract ({counts})"
+    yield "ok", f"kept: {len(compat.SIGNATURES)} signatures, {len(compat.BEHAVIOUR)} pieces of code"
 
 
 def check_hooks() -> Found:
@@ -141,9 +139,8 @@ def check_device() -> Found:
         if not torch.cuda.is_available():
             yield "fail", "there is a CUDA device, but torch cannot use it: the driver may be too old"
             return
-        about = torch.cuda.get_device_properties(index)
-        size = f"{about.total_memory / 2**30:.0f} GiB, compute capability {about.major}.{about.minor}"
-        yield "ok", f"cuda:{index} {about.name}, {size}"
+        gpu = torch.cuda.get_device_properties(index)
+        yield "ok", f"cuda:{index} {gpu.name}, {gpu.total_memory >> 30} GiB, sm_{gpu.major}{gpu.minor}"
     if not torch.cuda.device_count():
         yield "ok", f"no CUDA device; {os.cpu_count()} CPU cores, {torch.get_num_threads()} threads"
 

@@ -23,7 +23,7 @@ def ids_of(replies):
 
 
 def test_the_plugin_changes_nothing_until_it_is_selected(references):
-    assert references["with-plugin"] == [r["ids"] for r in references["reasoner"][:3]]
+    assert references["with-plugin"] == [r["ids"][:100] for r in references["reasoner"][:3]]
     ours, stock = references["info-with-plugin"], references["info"]
     assert ours.keys() == stock.keys()
     changing = {"port", "nccl_port", "random_seed", "startup_time", "last_gen_throughput", "memory_usage"}
@@ -50,7 +50,7 @@ def check_limit(server, spec, prompts, references):
     neighbour."""
     limit = 160
     base = prompts["reasoner"]
-    cut = [base[i][: limit - 8 - 9 * i] for i in range(7)] + [base[7][: limit - 6], base[8][:20]]
+    cut = [base[i][: limit - 8 - 9 * i] for i in range(7)] + [base[7][: limit - 6], base[0][:20]]
     alone = [generate(server, [p], max_new_tokens=limit - len(p) - 6, ignore_eos=True)[0] for p in cut[:-2]]
     together = generate(server, cut, max_new_tokens=1000, ignore_eos=True)
     for one, reply in zip(alone, together, strict=False):
@@ -144,7 +144,9 @@ def stops_inside_an_accepted_run(server, prompts, references):
     ids = references["reasoner"][0]["ids"]
     for at in range(20, 29):
         first = ids.index(ids[at])
-        reply = generate(server, [prompts["reasoner"][0]], max_new_tokens=90, stop_token_ids=[ids[at]])[0]
+        reply = generate(
+            server, [prompts["reasoner"][0]], max_new_tokens=90, stop_token_ids=[ids[at]], ignore_eos=False
+        )[0]
         assert reply["output_ids"][:first] == ids[:first]
         assert reply["meta_info"]["finish_reason"]["type"] == "stop"
         assert reply["meta_info"]["completion_tokens"] == first + 1
@@ -215,7 +217,7 @@ def lives_through_a_storm(server, prompts, references):
             "temperature": rng.choice([0, 0.8]),
             "min_p": 0.02,
         }
-        prompt = prompts["reasoner"][i % 14][: rng.choice([8, 60, 200])]
+        prompt = prompts["reasoner"][i % 8][: rng.choice([8, 60, 200])]
         patience = rng.choice([0.05, 0.5, 2.0, 300, 300])
         try:
             requests.post(

@@ -95,7 +95,7 @@ REQUEST = {
     "min_new_tokens": {"min_new_tokens": 1},
     "logit_bias": {"logit_bias": {"5": 1.0}},
     "sampling_seed": {"sampling_seed": 0},
-    "beam_width": {"beam_width": 2},
+    "beam_width > 1": {"beam_width": 2},
     "watermark": {"watermark": {"key": "ab12"}},
     "custom_logit_processor": {"custom_logit_processor": "{}"},
     "return_hidden_states": {"return_hidden_states": True},
