@@ -11,7 +11,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
-from sglang.srt.runtime_context import get_spec
+from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from sglang_sparsespec.attention import make_attention
@@ -49,6 +49,9 @@ class SparseSpecWorker(BaseSpecWorker):
         self.speculative_num_draft_tokens = self.config.stride + 1
         self.planner = RoundPlanner(self.config.stride, self.config.schedule)
         self.metrics = AcceptanceMetrics(self.config.stride)
+        if server_args.enable_metrics and get_parallel().tp_rank == 0:
+            name = server_args.served_model_name or server_args.model_path
+            self.metrics.enable_prometheus({"model_name": name})
         self.timer = PhaseTimer(self.device)
         # Every tensor-parallel rank draws the same numbers: same seed, same calls in the same order.
         self._seed = int(server_args.random_seed or 0)
