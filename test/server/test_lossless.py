@@ -12,7 +12,7 @@ from conftest import PLAN, sample_starts
 from farm import generate, internal_state
 from scipy import stats
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.timeout(1800)]
 
 SPARSE = [spec for spec in PLAN if spec.config is not None]
 BY_NAME = {spec.name: spec for spec in PLAN}

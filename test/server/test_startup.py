@@ -4,7 +4,7 @@ import pytest
 from farm import REASONER
 from sglang_sparsespec._server import ServerError, ServerProcess
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.timeout(1800)]
 
 CASES = {
     "unknown-key": (["--sparsespec-config", '{"budget_ration": 0.1}'], ["budget_ration", "budget_ratio"]),
