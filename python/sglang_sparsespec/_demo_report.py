@@ -90,7 +90,7 @@ def faults(spec: Run, plain: Run | None, *, bundled_prompts: bool, bundled_model
     if bundled_prompts and not spec.verifications and not spec.failed:
         found.append(
             "The server with SPARSESPEC never verified a draft: it decoded plainly. "
-            "Look for its fallback rules in the documentation, or at its log with --log-dir."
+            "Look at its log with --log-dir."
         )
     if bundled_prompts and plain and not all(same := identical(spec, plain)):
         found.append(f"{same.count(False)} of {len(same)} texts differ from those without speculation.")

@@ -114,9 +114,8 @@ class SparseSpecWorker(BaseSpecWorker):
             timer=self.timer,
         )
         logger.info(
-            "SPARSESPEC %s: %s; attention %s, selection state %.1f MiB",
+            "SPARSESPEC %s runs: attention %s, selection state %.1f MiB",
             __version__,
-            self.config.asdict(),
             self.attention.name,
             self.state.nbytes / 2**20,
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -89,8 +88,3 @@ class MicroStepAttention(ABC):
     @abstractmethod
     def tail_scores(self, layer: LayerKV, q: torch.Tensor, rows: VerifyRows) -> torch.Tensor:
         """The scores alone, for the last queries of a prefill: they seed the first round. As in `verify`."""
-
-
-def describe(attention: MicroStepAttention) -> dict[str, Any]:
-    """What `/server_info` shows of an implementation."""
-    return {"attention": attention.name}
