@@ -95,6 +95,8 @@ def generate(server: ServerProcess, prompts: Sequence[Sequence[int]], **params: 
     status."""
     extra = {key: params.pop(key) for key in ("return_logprob", "logprob_start_len") if key in params}
     sampling = {"temperature": 0, "ignore_eos": True, **params}
+    if isinstance(params.get("max_new_tokens"), list):
+        sampling = [{**sampling, "max_new_tokens": n} for n in params["max_new_tokens"]]
     payload = {"input_ids": [list(p) for p in prompts], "sampling_params": sampling, **extra}
     reply = requests.post(f"{server.url}/generate", json=payload, timeout=400)
     assert reply.status_code == 200, reply.text[:500]

@@ -50,17 +50,20 @@ def check_limit(server, spec, prompts, references):
     neighbour."""
     limit = 160
     base = prompts["reasoner"]
-    cut = [base[i][: limit - 8 - 9 * i] for i in range(7)] + [base[7][: limit - 6], base[0][:20]]
+    cut = [base[i][: limit - 8 - 9 * i] for i in range(7)] + [base[7][: limit - 7], base[0][:20]]
     alone = [generate(server, [p], max_new_tokens=limit - len(p) - 6, ignore_eos=True)[0] for p in cut[:-2]]
-    together = generate(server, cut, max_new_tokens=1000, ignore_eos=True)
+    most = [limit - len(p) for p in cut]
+    together = generate(server, cut, max_new_tokens=most, ignore_eos=True)
     for one, reply in zip(alone, together, strict=False):
         assert reply["meta_info"]["finish_reason"]["type"] == "length"
         assert reply["output_ids"][: len(one["output_ids"])] == one["output_ids"]
-        assert reply["meta_info"]["prompt_tokens"] + len(reply["output_ids"]) <= limit
-    again = generate(server, cut[::-1], max_new_tokens=1000, ignore_eos=True)[::-1]
+        assert limit - 6 <= reply["meta_info"]["prompt_tokens"] + len(reply["output_ids"]) <= limit
+    again = generate(server, cut[::-1], max_new_tokens=most[::-1], ignore_eos=True)[::-1]
     assert ids_of(again) == ids_of(together)
     too_long = requests.post(
-        f"{server.url}/generate", json={"input_ids": base[0][: limit + 1], "sampling_params": {}}, timeout=60
+        f"{server.url}/generate",
+        json={"input_ids": (base[7] * 2)[: limit + 1], "sampling_params": {}},
+        timeout=60,
     )
     assert too_long.status_code == 400
 
