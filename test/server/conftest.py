@@ -7,7 +7,7 @@ from farm import REASONER, Farm, Spec, generate, make_random_model
 from sglang_sparsespec._client import encode_prompts, load_problems
 
 # The shorter half of the demo's problems: their chains take a few hundred tokens each.
-PROBLEMS = sorted(load_problems(REASONER.parent / "demo-prompts.jsonl"), key=lambda p: len(p.prompt))[:8]
+PROBLEMS = sorted(load_problems(REASONER.parent / "demo-prompts.jsonl"), key=lambda p: len(p.prompt))[:7]
 OPTIMIZED = (("PYTHONOPTIMIZE", "1"),)
 
 
@@ -82,7 +82,7 @@ def problems():
 
 @pytest.fixture(scope="session")
 def prompts():
-    """Token ids of prompts by model: seven for the random models, eight of the demo's for the reasoner."""
+    """Token ids of prompts by model: seven for the random models, seven of the demo's for the reasoner."""
     import random
 
     rng = random.Random(5)

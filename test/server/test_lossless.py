@@ -50,7 +50,7 @@ def check_limit(server, spec, prompts, references):
     neighbour."""
     limit = 160
     base = prompts["reasoner"]
-    cut = [base[i][: limit - 8 - 9 * i] for i in range(7)] + [base[7][: limit - 7], base[0][:20]]
+    cut = [base[i][: limit - 8 - 9 * i] for i in range(6)] + [base[6][: limit - 7], base[0][:20]]
     alone = [generate(server, [p], max_new_tokens=limit - len(p) - 6, ignore_eos=True)[0] for p in cut[:-2]]
     most = [limit - len(p) for p in cut]
     together = generate(server, cut, max_new_tokens=most, ignore_eos=True)
@@ -62,7 +62,7 @@ def check_limit(server, spec, prompts, references):
     assert ids_of(again) == ids_of(together)
     too_long = requests.post(
         f"{server.url}/generate",
-        json={"input_ids": (base[7] * 2)[: limit + 1], "sampling_params": {}},
+        json={"input_ids": (base[6] * 2)[: limit + 1], "sampling_params": {}},
         timeout=60,
     )
     assert too_long.status_code == 400
@@ -220,7 +220,7 @@ def lives_through_a_storm(server, prompts, references):
             "temperature": rng.choice([0, 0.8]),
             "min_p": 0.02,
         }
-        prompt = prompts["reasoner"][i % 8][: rng.choice([8, 60, 200])]
+        prompt = prompts["reasoner"][i % 7][: rng.choice([8, 60, 200])]
         patience = rng.choice([0.05, 0.5, 2.0, 300, 300])
         try:
             requests.post(
