@@ -69,7 +69,7 @@ class Farm:
 
     def _run(self, spec: Spec) -> None:
         args = ["--dtype", "float32", "--random-seed", "1", "--skip-server-warmup", *spec.args]
-        # Without dynamo: SGLang compiles a helper of tensor-parallel embeddings, a minute of C++ on two cores.
+        # Without dynamo: SGLang compiles a helper of tensor-parallel embeddings, a minute of C++ here.
         env = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", **dict(spec.env)}
         if spec.config is not None:
             args += ["--speculative-algorithm", "SPARSESPEC"]
