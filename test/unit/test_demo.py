@@ -388,9 +388,12 @@ def test_signals_end_the_servers(tmp_path: Path, number: signal.Signals) -> None
     fake_server.write_text(FAKE_SERVER)
     driver = tmp_path / "driver.py"
     driver.write_text(f'''
-import sys, time
+import signal, sys, time
 from sglang_sparsespec import demo
 from sglang_sparsespec._server import ServerProcess
+
+# As in a terminal: where this test runs in the background, it inherits that Ctrl-C is ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def run(args, console):
     command = [sys.executable, {str(fake_server)!r}, "works"]
