@@ -157,6 +157,8 @@ REQUEST_REFUSALS: tuple[Refusal, ...] = (
     Refusal("input_embeds", lambda req: req.input_embeds is not None, "input embeddings"),
     Refusal("image_data", lambda req: req.multimodal_inputs is not None, "multimodal input"),
     Refusal("session_params", lambda req: req.session is not None, "sessions"),
+    # SGLang's own forward cannot take one: it ends the scheduler.
+    Refusal("empty input_ids", lambda req: len(req.origin_input_ids) == 0, "empty prompts"),
 )
 
 

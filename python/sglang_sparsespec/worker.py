@@ -172,9 +172,10 @@ class SparseSpecWorker(BaseSpecWorker):
         result = self._target_worker.forward_batch_generation(batch)
         tokens = result.next_token_ids.reshape(-1)
         self.state.begin(batch.req_pool_indices.long(), tokens)
-        for key, length in zip(self._keys(batch), batch.seq_lens_cpu.tolist(), strict=True):
-            self._seeded[key.pool] = key.generation
-            self._base[key.pool] = length
+        keys, lengths = self._keys(batch), batch.seq_lens_cpu.tolist()
+        for row in self.model_runner.attn_backend.seeded_rows:
+            self._seeded[keys[row].pool] = keys[row].generation
+            self._base[keys[row].pool] = lengths[row]
         result.new_seq_lens = batch.seq_lens
         result.next_draft_input = SparseDraftInput(bonus_tokens=tokens, new_seq_lens=batch.seq_lens)
         return result

@@ -180,6 +180,9 @@ def refuses_by_name(server, prompts, references):
         )
         assert reply.status_code == 400, (field, reply.text[:200])
         assert field in reply.text and "SPARSESPEC" in reply.text
+    empty = {"input_ids": [], "sampling_params": {"max_new_tokens": 5}}
+    reply = requests.post(f"{server.url}/generate", json=empty, timeout=60)
+    assert reply.status_code == 400 and "empty" in reply.text
     reply = requests.post(
         f"{server.url}/generate",
         json={

@@ -105,6 +105,7 @@ REQUEST = {
     "input_embeds": {"input_embeds": [[0.0]]},
     "image_data": {"multimodal_inputs": object()},
     "session_params": {"session": object()},
+    "empty input_ids": {"origin_input_ids": []},
 }
 REQ_FIELDS = {
     "return_logprob": False,
@@ -116,6 +117,7 @@ REQ_FIELDS = {
     "input_embeds": None,
     "multimodal_inputs": None,
     "session": None,
+    "origin_input_ids": [5],
 }
 
 

@@ -52,6 +52,7 @@ class SparseSpecAttentionBackend(AttentionBackend):
         self.kv_pool = kv_pool
         self.timer = timer
         self.attn_backend_list = [inner]
+        self.seeded_rows: list[int] = []  # rows of the last prefill whose selection it seeded
         self._step: MicroStepBatch | None = None
         self._seed: VerifyRows | None = None
         self._seed_gather: torch.Tensor | None = None
@@ -76,25 +77,25 @@ class SparseSpecAttentionBackend(AttentionBackend):
     def _plan_seed(self, forward_batch: Any) -> None:
         lengths = [int(n) for n in forward_batch.extend_seq_lens_cpu]
         totals = [int(n) for n in forward_batch.seq_lens_cpu]
-        tails = [min(n, SEED_QUERIES) for n in lengths]
-        if min(lengths, default=0) < 1:
-            raise RuntimeError(
-                f"a prefill of {lengths} tokens cannot seed a selection; each must be at least 1."
-            )
+        ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+        # An empty prompt has no query that could seed a selection.
+        self.seeded_rows = [row for row, n in enumerate(lengths) if n > 0]
+        if not self.seeded_rows:
+            return
         device = self.req_to_token.device
 
         def on_device(values: list[int]) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
 
-        ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+        tails = [min(lengths[row], SEED_QUERIES) for row in self.seeded_rows]
         padded = max(tails)
         gather = [
-            [end - tail + min(t, tail - 1) for t in range(padded)]
-            for end, tail in zip(ends, tails, strict=True)
+            [ends[row] - tail + min(t, tail - 1) for t in range(padded)]
+            for row, tail in zip(self.seeded_rows, tails, strict=True)
         ]
-        first = [total - tail for total, tail in zip(totals, tails, strict=True)]
+        first = [totals[row] - tail for row, tail in zip(self.seeded_rows, tails, strict=True)]
         self._seed = VerifyRows(
-            pools=forward_batch.req_pool_indices.long(),
+            pools=forward_batch.req_pool_indices.long()[on_device(self.seeded_rows)],
             first=on_device(first),
             queries=on_device(tails),
             first_cpu=tuple(first),
