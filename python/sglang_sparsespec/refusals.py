@@ -135,6 +135,11 @@ def _wants_output_logprobs(req: Any) -> bool:
     return bool(req.return_logprob) and (req.sampling_params.max_new_tokens or 0) > 1
 
 
+def _outside_vocabulary(req: Any) -> bool:
+    ids = req.origin_input_ids
+    return len(ids) > 0 and not (min(ids) >= 0 and max(ids) < req.vocab_size)
+
+
 REQUEST_REFUSALS: tuple[Refusal, ...] = (
     Refusal("json_schema", _sampling("json_schema", None), "structured output"),
     Refusal("regex", _sampling("regex", None), "structured output"),
@@ -157,8 +162,9 @@ REQUEST_REFUSALS: tuple[Refusal, ...] = (
     Refusal("input_embeds", lambda req: req.input_embeds is not None, "input embeddings"),
     Refusal("image_data", lambda req: req.multimodal_inputs is not None, "multimodal input"),
     Refusal("session_params", lambda req: req.session is not None, "sessions"),
-    # SGLang's own forward cannot take one: it ends the scheduler.
+    # SGLang's own forward cannot take these two: they end the scheduler.
     Refusal("empty input_ids", lambda req: len(req.origin_input_ids) == 0, "empty prompts"),
+    Refusal("input_ids outside the vocabulary", _outside_vocabulary, "token ids that the model lacks"),
 )
 
 

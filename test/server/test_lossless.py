@@ -180,9 +180,13 @@ def refuses_by_name(server, prompts, references):
         )
         assert reply.status_code == 400, (field, reply.text[:200])
         assert field in reply.text and "SPARSESPEC" in reply.text
-    empty = {"input_ids": [], "sampling_params": {"max_new_tokens": 5}}
-    reply = requests.post(f"{server.url}/generate", json=empty, timeout=60)
-    assert reply.status_code == 400 and "empty" in reply.text
+    for given, named in (
+        ({"input_ids": []}, "empty"),
+        ({"text": ""}, "empty"),
+        ({"input_ids": [9, 10**6]}, "vocabulary"),
+    ):
+        reply = requests.post(f"{server.url}/generate", json=given, timeout=60)
+        assert reply.status_code == 400 and named in reply.text
     reply = requests.post(
         f"{server.url}/generate",
         json={

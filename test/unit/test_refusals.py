@@ -106,6 +106,7 @@ REQUEST = {
     "image_data": {"multimodal_inputs": object()},
     "session_params": {"session": object()},
     "empty input_ids": {"origin_input_ids": []},
+    "input_ids outside the vocabulary": {"origin_input_ids": [5, 896]},
 }
 REQ_FIELDS = {
     "return_logprob": False,
@@ -118,6 +119,7 @@ REQ_FIELDS = {
     "multimodal_inputs": None,
     "session": None,
     "origin_input_ids": [5],
+    "vocab_size": 896,
 }
 
 
