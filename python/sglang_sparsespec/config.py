@@ -69,7 +69,7 @@ class SparseSpecConfig:
 
     def budget(self, length: int) -> int:
         """Tokens a draft row keeps of a context of `length` tokens, sinks and recent ones included."""
-        return min(length, max(self.min_tokens, -(-length * self._ratio_ppm // 1_000_000)) + self.kept)
+        return min(length, max(self.min_tokens, -(-length * self.ratio_ppm // 1_000_000)) + self.kept)
 
     @property
     def kept(self) -> int:
@@ -77,14 +77,9 @@ class SparseSpecConfig:
         return self.sink + self.recent
 
     @property
-    def _ratio_ppm(self) -> int:
-        # Integer arithmetic: host and device must round the budget alike.
-        return round(self.budget_ratio * 1_000_000)
-
-    @property
     def ratio_ppm(self) -> int:
-        """The budget ratio in millionths, as the device-side budget uses it."""
-        return self._ratio_ppm
+        """The budget ratio in millionths: integers, so that host and device round the budget alike."""
+        return round(self.budget_ratio * 1_000_000)
 
     def asdict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

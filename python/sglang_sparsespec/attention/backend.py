@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang_sparsespec.attention.interface import LayerKV, MicroStepAttention, VerifyRows
 from sglang_sparsespec.config import SparseSpecConfig
 from sglang_sparsespec.metrics import PhaseTimer
-from sglang_sparsespec.rounds.batch import MicroStepBatch
+from sglang_sparsespec.rounds.batch import MicroStepBatch, to_device
 from sglang_sparsespec.rounds.state import RequestState
 from sglang_sparsespec.selection import Selector
 from sglang_sparsespec.spec_input import SparseVerifyInput
@@ -82,11 +83,7 @@ class SparseSpecAttentionBackend(AttentionBackend):
         self.seeded_rows = [row for row, n in enumerate(lengths) if n > 0]
         if not self.seeded_rows:
             return
-        device = self.req_to_token.device
-
-        def on_device(values: list[int]) -> torch.Tensor:
-            return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
-
+        on_device = partial(to_device, device=self.req_to_token.device)
         tails = [min(lengths[row], SEED_QUERIES) for row in self.seeded_rows]
         padded = max(tails)
         gather = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -47,6 +48,11 @@ class RoundInputs:
     base_cpu: Sequence[int]  # [B] prefix that each selection was made from, when the round started
 
 
+def to_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Integers of the host as an int64 tensor, without waiting for the device."""
+    return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
+
+
 def build_micro_step(
     step: MicroStep,
     inputs: RoundInputs,
@@ -62,9 +68,7 @@ def build_micro_step(
     """
     device = inputs.pools.device
 
-    def on_device(values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
-
+    on_device = partial(to_device, device=device)
     draft_requests = on_device([row.row for row in step.drafts])
     draft_at = on_device([row.drafted for row in step.drafts])
     verify_requests = on_device([row.row for row in step.verifies])
