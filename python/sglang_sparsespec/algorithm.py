@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sglang_sparsespec.worker import SparseSpecWorker
 
 NAME = "SPARSESPEC"
+DEFAULT_MAX_RUNNING_REQUESTS = 256
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,10 @@ class SparseSpecAlgorithm(CustomSpecAlgo):
         server_args.speculative_num_steps = config.stride
         server_args.speculative_num_draft_tokens = config.stride + 1
         server_args.speculative_eagle_topk = 1
-        compat.disable_cuda_graphs(server_args)
+        if server_args.max_running_requests is None and server_args.device == "cuda":
+            # State and graphs are sized by it.
+            server_args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
+        compat.take_over_cuda_graphs(server_args)
 
     def create_worker(self, server_args: Any) -> Any:
         """In the scheduler process, before the pools exist: the last moment for hooks that size them."""

@@ -17,6 +17,7 @@ import logging
 import os
 import pkgutil
 import textwrap
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -221,16 +222,77 @@ def model_config_of(server_args: Any) -> Any:
     return of(server_args)
 
 
-def disable_cuda_graphs(server_args: Any) -> None:
-    """Run everything eagerly: micro-steps have no graphs yet, and prefills must show their queries."""
+def take_over_cuda_graphs(server_args: Any) -> None:
+    """Keep SGLang from capturing its own decode and prefill graphs.
+
+    Micro-steps have graphs of their own, and prefills must show their queries. The batch sizes that SGLang
+    resolved for decoding stay, as the sizes of our graphs; the list is empty where the user turned graphs
+    off.
+    """
     from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
     config = server_args.cuda_graph_config
     if config is None:
         return
-    for phase in (Phase.DECODE, Phase.PREFILL):
-        config = with_phase(config, phase, backend=Backend.DISABLED)
-    server_args.cuda_graph_config = config
+    sizes = [] if config.decode.backend == Backend.DISABLED else list(config.decode.bs or [])
+    config = with_phase(config, Phase.DECODE, backend=Backend.DISABLED, bs=sizes)
+    server_args.cuda_graph_config = with_phase(config, Phase.PREFILL, backend=Backend.DISABLED)
+
+
+def graph_batch_sizes() -> list[int]:
+    """Batch sizes that decode graphs are wanted for, in the scheduler process."""
+    from sglang.srt.runtime_context import get_exec
+
+    config = get_exec().graph.cuda_graph_config
+    return [] if config is None else list(config.decode.bs or [])
+
+
+@contextlib.contextmanager
+def capture_graphs() -> Iterator[Callable[[Callable[[], Any]], tuple[Any, Any]]]:
+    """Capture on SGLang's capture stream, into its graph memory pool, with its collectives prepared.
+
+    Yields a function that warms another function up, captures it, and returns the graph and its output.
+    """
+    import torch
+    from sglang.srt.distributed.device_communicators.pynccl_allocator import set_graph_pool_id
+    from sglang.srt.distributed.parallel_state import graph_capture
+    from sglang.srt.model_executor.runner_utils.capture_mode import model_capture_mode
+    from sglang.srt.model_executor.runner_utils.pool import (
+        get_or_create_global_graph_capture_stream,
+        get_or_create_global_graph_memory_pool,
+    )
+    from sglang.srt.runtime_context import get_parallel
+
+    pool = get_or_create_global_graph_memory_pool(torch.cuda)
+    set_graph_pool_id(pool)
+
+    with model_capture_mode(), graph_capture(stream=get_or_create_global_graph_capture_stream()) as context:
+
+        def capture_one(function: Callable[[], Any]) -> tuple[Any, Any]:
+            for _ in range(2):
+                torch.cuda.synchronize()
+                get_parallel().tp_group.barrier()
+                function()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=context.stream):
+                out = function()
+            return graph, out
+
+        yield capture_one
+
+
+def model_logits(runner: Any, forward_batch: Any) -> Any:
+    """The target model alone, without SGLang's choice of a runner: logits of all tokens, [T, V]."""
+    from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+    from sglang.srt.runtime_context import get_model
+
+    with (
+        get_model().override(shared_experts=runner.model.shared_experts_config),
+        forward_context(ForwardContext(attn_backend=runner.attn_backend), forward_batch=forward_batch),
+    ):
+        out = runner.model.forward(forward_batch.input_ids, forward_batch.positions, forward_batch)
+    return out.next_token_logits
 
 
 def main() -> None:

@@ -57,7 +57,15 @@ class SparseSpecConfig:
         64, "most tokens a sampled draft is drawn from (temperature > 0)", low=1, high=4096
     )
     attention: str = _key(
-        "auto", "attention of draft and verify rows", choices=("auto", "torch", "flashinfer")
+        "auto",
+        "attention of draft and verify rows ('torch_paged' is the slow reference of the CUDA-graph path)",
+        choices=("auto", "fa3", "flashinfer", "torch", "torch_paged"),
+    )
+    score_layer_stride: int = _key(
+        1, "adjacent layers that share a selection; one in so many is scored", low=1, high=64
+    )
+    score_every: int = _key(
+        1, "rounds between two selections; the others keep the last one and all tokens since", low=1, high=16
     )
     debug_drafts: str = _key(
         "off", "'wrong' makes every draft wrong: a test of the rejection path", choices=("off", "wrong")
@@ -75,6 +83,16 @@ class SparseSpecConfig:
     def kept(self) -> int:
         """Tokens kept besides the budget."""
         return self.sink + self.recent
+
+    def selection_groups(self, layers: int) -> int:
+        """Selections that a model of `layers` attention layers keeps."""
+        return -(-layers // self.score_layer_stride)
+
+    @property
+    def most_since_selection(self) -> int:
+        """Most tokens between a selection's prefix and a draft of the last round that uses it, both included:
+        every verification commits up to k+1 tokens, the last round drafts k more."""
+        return self.score_every * (self.stride + 1) + self.stride + 1
 
     @property
     def ratio_ppm(self) -> int:

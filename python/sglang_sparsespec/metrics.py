@@ -73,6 +73,7 @@ class AcceptanceMetrics:
         self.budget_rows = 0
         self._launched: deque[tuple[list[int], list[int]]] = deque(maxlen=64)
         self._prometheus: _Prometheus | None = None
+        self._eager_seen = 0
 
     def enable_prometheus(self, labels: dict[str, str]) -> None:
         """Also count in Prometheus; the scheduler process exports through SGLang's own /metrics."""
@@ -100,6 +101,12 @@ class AcceptanceMetrics:
                 self.accepted[position] += position < kept
         if self._prometheus is not None:
             self._prometheus.observe(drafted, accepted, budgets)
+
+    def eager(self, micro_steps: int) -> None:
+        """So many micro-steps ran outside CUDA graphs since the server started."""
+        if self._prometheus is not None:
+            self._prometheus.eager(micro_steps - self._eager_seen)
+        self._eager_seen = micro_steps
 
     def snapshot(self) -> dict[str, Any]:
         """For `/server_info`. Acceptance of a position is of all drafts made there, not only of those
@@ -133,12 +140,16 @@ class _Prometheus:
         self._accepted = counter("accepted_tokens", "Draft tokens accepted, by position.", "position")
         self._verifications = counter("verifications", "Verified requests, one count a round each.")
         self._rounds = counter("rounds", "Rounds whose outcome is known.")
+        self._eager = counter("eager_micro_steps", "Micro-steps that ran outside CUDA graphs.")
         self._budget = Gauge(
             "sparsespec_budget_tokens",
             "Mean KV tokens that a draft selects, in the last round.",
             names,
             multiprocess_mode="mostrecent",
         )
+
+    def eager(self, micro_steps: int) -> None:
+        self._eager.labels(**self._labels).inc(micro_steps)
 
     def observe(self, drafted: Sequence[int], accepted: Sequence[int], budgets: Sequence[int]) -> None:
         self._rounds.labels(**self._labels).inc()

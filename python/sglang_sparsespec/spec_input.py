@@ -57,13 +57,13 @@ class SparseDraftInput(SpecInput):
 class SparseVerifyInput(SpecInput):
     """One micro-step's forward: draft and verify rows together."""
 
-    micro_step: MicroStepBatch
+    positions: torch.Tensor  # [T] int64
+    micro_step: MicroStepBatch | None  # None: its lengths live on the device
     draft_token_num: int  # k+1: the widest row, by which SGLang sizes its reads
     capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL
 
     def __post_init__(self) -> None:
         super().__init__(SpecInputType.NGRAM_VERIFY)
-        self.positions = self.micro_step.positions
         self.num_tokens_per_req = self.draft_token_num
         self.num_tokens_for_logprob_per_req = self.draft_token_num
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -14,19 +14,24 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
+from sglang_sparsespec import compat
 from sglang_sparsespec.attention import make_attention
 from sglang_sparsespec.attention.backend import SparseSpecAttentionBackend
+from sglang_sparsespec.attention.paged import PagedAttention
 from sglang_sparsespec.config import SparseSpecConfig, resolve_config
 from sglang_sparsespec.metrics import AcceptanceMetrics, PhaseTimer
 from sglang_sparsespec.refusals import unsupported_layer
-from sglang_sparsespec.rounds.batch import MicroStepBatch, RoundInputs, build_micro_step
+from sglang_sparsespec.rounds.batch import MicroStepBatch
+from sglang_sparsespec.rounds.eager import EagerRounds
 from sglang_sparsespec.rounds.planner import RequestKey, RoundPlan, RoundPlanner, kv_reserve
 from sglang_sparsespec.rounds.state import RequestState
-from sglang_sparsespec.sampling.accept import accept_drafts, draft_tokens
-from sglang_sparsespec.sampling.filters import SamplingRows
 from sglang_sparsespec.selection import make_selector
 from sglang_sparsespec.spec_input import SparseDraftInput, SparseVerifyInput
 from sglang_sparsespec.version import __version__
+
+if TYPE_CHECKING:
+    from sglang_sparsespec.rounds.device import DeviceRounds, DeviceStep
+    from sglang_sparsespec.rounds.replayed import ReplayedRounds
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +61,7 @@ class SparseSpecWorker(BaseSpecWorker):
         # Every tensor-parallel rank draws the same numbers: same seed, same calls in the same order.
         self._seed = int(server_args.random_seed or 0)
         self._generator = torch.Generator(device=self.device).manual_seed(self._seed)
-        self._seeded: dict[int, int] = {}  # pool row -> generation whose prefill seeded a selection
-        self._base: dict[int, int] = {}  # pool row -> prefix that its selection was made from
+        self.graph_batch_sizes: list[int] = []
 
     # -- start-up, in the order in which the scheduler calls -------------------------------------
 
@@ -81,7 +85,7 @@ class SparseSpecWorker(BaseSpecWorker):
             rows=req_to_token_pool.req_to_token.shape[0],
             stride=self.config.stride,
             support=min(self.config.draft_support, self.model_runner.model_config.vocab_size),
-            layers=kv_pool.layer_num,
+            layers=self.config.selection_groups(kv_pool.layer_num),
             heads=1 if self.config.index_scope == "layer" else kv_pool.head_num,
             max_selected=self.config.budget(context),
             device=self.device,
@@ -102,32 +106,80 @@ class SparseSpecWorker(BaseSpecWorker):
     def init_attention_backends(self) -> None:
         runner = self.model_runner
         req_to_token = runner.req_to_token_pool.req_to_token
-        self.attention = make_attention(self.config, runner, req_to_token)
+        attention = make_attention(self.config, runner, req_to_token)
+        self.attention_name = attention.name
+        device_rounds = self._device_rounds(attention) if isinstance(attention, PagedAttention) else None
         runner.attn_backend = SparseSpecAttentionBackend(
             inner=runner.attn_backend,
-            attention=self.attention,
+            attention=None if isinstance(attention, PagedAttention) else attention,
             selector=make_selector(self.config, seed=self._seed),
             state=self.state,
             config=self.config,
             req_to_token=req_to_token,
             kv_pool=runner.token_to_kv_pool,
             timer=self.timer,
+            rounds=device_rounds,
         )
+        self.rounds = self._make_rounds(device_rounds, req_to_token)
+        self.state_bytes = self.state.nbytes + (device_rounds.nbytes if device_rounds else 0)
         logger.info(
-            "SPARSESPEC %s runs: attention %s, selection state %.1f MiB",
+            "SPARSESPEC %s runs: attention %s, selection state and scratch %.1f MiB",
             __version__,
-            self.attention.name,
-            self.state.nbytes / 2**20,
+            self.attention_name,
+            self.state_bytes / 2**20,
         )
+
+    def _device_rounds(self, attention: PagedAttention) -> DeviceRounds:
+        # Only here: the kernels are a package of their own, which the other paths do without.
+        from sglang_sparsespec.rounds.device import SCORE_ALIGN, DeviceRounds
+        from sglang_sparsespec.rounds.kernels import load_kernels
+
+        pool = self.model_runner.token_to_kv_pool
+        return DeviceRounds(
+            config=self.config,
+            state=self.state,
+            kernels=load_kernels(str(self.device)),
+            attention=attention,
+            req_to_token=self.model_runner.req_to_token_pool.req_to_token,
+            slots=self.state.tokens.shape[0] - 1,
+            score_capacity=pool.size + SCORE_ALIGN * self.state.tokens.shape[0],
+        )
+
+    def _make_rounds(
+        self, device_rounds: DeviceRounds | None, req_to_token: torch.Tensor
+    ) -> EagerRounds | ReplayedRounds:
+        if device_rounds is None:
+            return EagerRounds(self.config, self.state, req_to_token, self._forward_eager, self._generator)
+        from sglang_sparsespec.rounds.graphs import plan_keys
+        from sglang_sparsespec.rounds.replayed import ReplayedRounds
+
+        sizes = {min(size, device_rounds.slots) for size in compat.graph_batch_sizes()}
+        keys, self.graph_batch_sizes = plan_keys(
+            sorted(sizes) if device_rounds.header.is_cuda else [],
+            stride=self.config.stride,
+            schedule=self.config.schedule,
+            score_every=self.config.score_every,
+        )
+        return ReplayedRounds(
+            self.config, device_rounds, self._forward_device, self._generator, self.timer, keys=keys
+        )
+
+    def init_cuda_graphs(self) -> None:
+        """Capture the micro-steps; the target itself has captured none."""
+        self.rounds.capture()
 
     def describe(self) -> dict[str, Any]:
         """What `/server_info` shows under `sparsespec`."""
         return {
             "version": __version__,
             "config": self.config.asdict(),
-            "attention": self.attention.name,
-            "selection_state_bytes": self.state.nbytes,
+            "attention": self.attention_name,
+            "selection_state_bytes": self.state_bytes,
             "select_time_us_per_layer": round(self.timer.mean_us("select"), 2),
+            "draft_micro_step_us": round(self.timer.mean_us("draft"), 1),
+            "verify_micro_step_us": round(self.timer.mean_us("verify"), 1),
+            "eager_micro_steps": self.rounds.eager_micro_steps,
+            "cuda_graph_batch_sizes": self.graph_batch_sizes,
             **self.metrics.snapshot(),
         }
 
@@ -135,9 +187,7 @@ class SparseSpecWorker(BaseSpecWorker):
 
     def clear_cache_pool(self) -> None:
         self.planner.forget()
-        self._seeded.clear()
-        self._base.clear()
-        self.state.zero()
+        self.rounds.forget()
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
         self.metrics.finished(num_correct_drafts_per_req)
@@ -172,10 +222,9 @@ class SparseSpecWorker(BaseSpecWorker):
         result = self._target_worker.forward_batch_generation(batch)
         tokens = result.next_token_ids.reshape(-1)
         self.state.begin(batch.req_pool_indices.long(), tokens)
-        keys, lengths = self._keys(batch), batch.seq_lens_cpu.tolist()
-        for row in self.model_runner.attn_backend.seeded_rows:
-            self._seeded[keys[row].pool] = keys[row].generation
-            self._base[keys[row].pool] = lengths[row]
+        backend = self.model_runner.attn_backend
+        backend.finish_prefill()
+        self.rounds.prefilled(batch, self._keys(batch), backend.seeded_rows)
         result.new_seq_lens = batch.seq_lens
         result.next_draft_input = SparseDraftInput(bonus_tokens=tokens, new_seq_lens=batch.seq_lens)
         return result
@@ -186,131 +235,87 @@ class SparseSpecWorker(BaseSpecWorker):
         return [RequestKey(pool, int(generation[pool])) for pool in pools]
 
     def _round(self, batch: Any) -> GenerationBatchResult:
-        if batch.seq_lens.is_cuda:
-            batch.seq_lens.record_stream(torch.cuda.current_stream())
         keys = self._keys(batch)
-        committed_cpu = batch.seq_lens_cpu.tolist()
-        self._reset_unseeded(keys, batch.req_pool_indices.long(), batch.seq_lens.long(), committed_cpu)
-        inputs = RoundInputs(
-            pools=batch.req_pool_indices.long(),
-            committed=batch.seq_lens.long().clone(),
-            committed_cpu=committed_cpu,
-            base_cpu=[self._base[key.pool] for key in keys],
-        )
         plan = self.planner.plan_round(keys)
-        self._note_launch(plan, inputs)
-
-        rows = SamplingRows.from_batch(batch.sampling_info)
-        # Fresh tensors: the scheduler copies them to the host on another stream while the next round runs.
-        tokens = torch.zeros((len(keys), self.config.stride + 1), dtype=torch.int64, device=self.device)
-        lengths = torch.zeros(len(keys), dtype=torch.int64, device=self.device)
-        verified: set[int] = set()
-        for step in plan.micro_steps:
-            micro = build_micro_step(
-                step, inputs, self.state, self.config, self.req_to_token_pool.req_to_token, verified
-            )
-            verified |= {row.row for row in step.verifies}
-            logits = self._forward(micro)
-            if micro.drafts is not None:
-                self._draft(micro, logits[: micro.draft_count], rows)
-            if micro.verifies is not None:
-                self._accept(micro, logits[micro.draft_count :], rows, inputs, tokens, lengths)
-        self._base.update((key.pool, length) for key, length in zip(keys, committed_cpu, strict=True))
+        self._note_launch(plan, self.rounds.lengths(batch))
+        outcome = self.rounds.run(batch, keys, plan)
+        self.metrics.eager(self.rounds.eager_micro_steps)
         return GenerationBatchResult(
-            next_token_ids=tokens.reshape(-1),
-            accept_lens=lengths,
+            next_token_ids=outcome.tokens.reshape(-1),
+            accept_lens=outcome.lengths,
             speculative_num_draft_tokens=self.config.stride + 1,
-            new_seq_lens=inputs.committed,
-            next_draft_input=SparseDraftInput(
-                bonus_tokens=self.state.tokens[inputs.pools, 0], new_seq_lens=inputs.committed
-            ),
-            can_run_cuda_graph=False,
+            new_seq_lens=outcome.committed,
+            next_draft_input=SparseDraftInput(bonus_tokens=outcome.bonus, new_seq_lens=outcome.committed),
+            can_run_cuda_graph=outcome.graphs,
         )
 
-    def _reset_unseeded(
-        self, keys: list[RequestKey], pools: torch.Tensor, committed: torch.Tensor, committed_cpu: list[int]
-    ) -> None:
-        """A request whose prefill this worker did not see first drafts from the start of its context."""
-        fresh = [row for row, key in enumerate(keys) if self._seeded.get(key.pool) != key.generation]
-        if not fresh:
-            return
-        at = torch.tensor(fresh, device=self.device)
-        capacity = self.state.selected.shape[-1]
-        self.state.selected[:, :, pools[at]] = torch.arange(capacity, dtype=torch.int32, device=self.device)
-        kept = [min(self.config.budget(committed_cpu[row]), capacity) for row in fresh]
-        self.state.selected_len[pools[at]] = torch.tensor(kept, device=self.device)
-        self.state.selected_base[pools[at]] = committed[at]
-        for row in fresh:
-            self._seeded[keys[row].pool] = keys[row].generation
-            self._base[keys[row].pool] = committed_cpu[row]
-
-    def _note_launch(self, plan: RoundPlan, inputs: RoundInputs) -> None:
-        drafted = [0] * len(inputs.committed_cpu)
+    def _note_launch(self, plan: RoundPlan, lengths: list[int]) -> None:
+        drafted = [0] * len(lengths)
         for step in plan.micro_steps:
             for row in step.verifies:
                 drafted[row.row] = row.drafted
-        self.metrics.launched(drafted, [self.config.budget(n) for n in inputs.committed_cpu])
+        self.metrics.launched(drafted, [self.config.budget(n) for n in lengths])
 
-    def _forward(self, micro: MicroStepBatch) -> torch.Tensor:
-        """Logits of a micro-step's tokens, [T, V]."""
-        spec_info = SparseVerifyInput(micro_step=micro, draft_token_num=self.config.stride + 1)
-        forward_batch = ForwardBatch(
-            forward_mode=ForwardMode.TARGET_VERIFY,
-            batch_size=len(micro.row_pools),
+    def _forward_eager(self, micro: MicroStepBatch) -> torch.Tensor:
+        """Logits of a host-planned micro-step's tokens, [T, V]."""
+        forward_batch = self._forward_batch(
+            micro,
             input_ids=micro.input_ids,
-            req_pool_indices=micro.row_pools,
-            seq_lens=micro.row_prefix,
-            out_cache_loc=micro.out_cache_loc,
-            seq_lens_sum=None,
-            seq_lens_cpu=None,
             positions=micro.positions,
-            spec_algorithm=self.model_runner.spec_algorithm,
-            spec_info=spec_info,
-            capture_hidden_mode=CaptureHiddenMode.NULL,
-            return_hidden_states_before_norm=False,
+            out_cache_loc=micro.out_cache_loc,
+            row_pools=micro.row_pools,
+            row_prefix=micro.row_prefix,
         )
-        self.model_runner.kv_index_translator.bind_own_plan(forward_batch)
         result = self._target_worker.forward_batch_generation(
             batch=None, forward_batch=forward_batch, is_verify=True
         )
         return result.logits_output.next_token_logits
 
-    def _draft(self, micro: MicroStepBatch, logits: torch.Tensor, rows: SamplingRows) -> None:
-        drafts = draft_tokens(
-            logits,
-            rows.take(micro.draft_requests),
-            support=self.config.draft_support,
-            generator=self._generator,
-            wrong=self.config.debug_drafts == "wrong",
+    def _forward_device(self, step: DeviceStep) -> torch.Tensor:
+        """Logits of a micro-step whose lengths live on the device, [T, V]. May run under graph capture."""
+        buffers = step.buffers
+        rows = torch.zeros(buffers.nd + buffers.nv, dtype=torch.int64, device=self.device)
+        forward_batch = self._forward_batch(
+            None,
+            input_ids=buffers.input_ids,
+            positions=buffers.positions,
+            out_cache_loc=buffers.out_cache_loc,
+            row_pools=rows,
+            row_prefix=rows,
         )
-        pools = micro.row_pools[: micro.draft_count]
-        self.state.tokens[pools, micro.draft_at + 1] = drafts.tokens
-        if drafts.support_ids is not None and drafts.support_probs is not None:
-            self.state.support_ids[pools, micro.draft_at] = drafts.support_ids
-            self.state.support_probs[pools, micro.draft_at] = drafts.support_probs
+        backend = self.model_runner.attn_backend
+        backend.bind(step)
+        try:
+            return compat.model_logits(self.model_runner, forward_batch)
+        finally:
+            backend.bind(None)
 
-    def _accept(
+    def _forward_batch(
         self,
-        micro: MicroStepBatch,
-        logits: torch.Tensor,
-        rows: SamplingRows,
-        inputs: RoundInputs,
-        tokens: torch.Tensor,
-        lengths: torch.Tensor,
-    ) -> None:
-        pools = micro.row_pools[micro.draft_count :]
-        if micro.verifies is None:
-            raise RuntimeError("the micro-step verifies nothing.")
-        accepted = accept_drafts(
-            logits[micro.verify_gather],
-            self.state.tokens[pools, 1:],
-            micro.verifies.queries - 1,
-            rows.take(micro.verify_requests),
-            support_ids=self.state.support_ids[pools],
-            support_probs=self.state.support_probs[pools],
-            generator=self._generator,
+        micro: MicroStepBatch | None,
+        *,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        out_cache_loc: torch.Tensor,
+        row_pools: torch.Tensor,
+        row_prefix: torch.Tensor,
+    ) -> ForwardBatch:
+        forward_batch = ForwardBatch(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            batch_size=len(row_pools),
+            input_ids=input_ids,
+            req_pool_indices=row_pools,
+            seq_lens=row_prefix,
+            out_cache_loc=out_cache_loc,
+            seq_lens_sum=None,
+            seq_lens_cpu=None,
+            positions=positions,
+            spec_algorithm=self.model_runner.spec_algorithm,
+            spec_info=SparseVerifyInput(
+                positions=positions, micro_step=micro, draft_token_num=self.config.stride + 1
+            ),
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+            return_hidden_states_before_norm=False,
         )
-        self.state.tokens[pools, 0] = accepted.bonus
-        tokens[micro.verify_requests] = accepted.tokens
-        lengths[micro.verify_requests] = accepted.lengths
-        inputs.committed[micro.verify_requests] += accepted.lengths
+        self.model_runner.kv_index_translator.bind_own_plan(forward_batch)
+        return forward_batch

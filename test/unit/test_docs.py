@@ -109,8 +109,8 @@ def test_the_support_matrix_holds_every_refusal_and_no_other(heading, refused):
 def test_every_field_of_server_info_is_told():
     worker = SparseSpecWorker.__new__(SparseSpecWorker)
     worker.config = config.SparseSpecConfig()
-    worker.attention = SimpleNamespace(name="torch")
-    worker.state = SimpleNamespace(nbytes=1)
+    worker.attention_name, worker.state_bytes, worker.graph_batch_sizes = "torch", 1, []
+    worker.rounds = SimpleNamespace(eager_micro_steps=0)
     worker.timer = metrics.PhaseTimer("cpu")
     worker.metrics = metrics.AcceptanceMetrics(2)
     told = table_rows(read("metrics.md").split("\n## The server")[1].split("\n## ")[0])[1:]
@@ -125,6 +125,7 @@ metrics = AcceptanceMetrics(2)
 metrics.enable_prometheus({"model_name": "m"})
 metrics.launched([2], [10])
 metrics.finished([1])
+metrics.eager(3)
 samples = [s for m in REGISTRY.collect() if m.name.startswith("sparsespec") for s in m.samples]
 for sample in samples:
     if not sample.name.endswith("_created"):

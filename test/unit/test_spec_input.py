@@ -57,8 +57,8 @@ def test_a_draft_input_is_no_verify_input_and_asks_for_one_token():
 
 
 def test_a_verify_input_carries_the_micro_step():
-    step = SimpleNamespace(positions=torch.tensor([4, 5]))
-    carried = SparseVerifyInput(micro_step=step, draft_token_num=9)
+    step, positions = SimpleNamespace(), torch.tensor([4, 5])
+    carried = SparseVerifyInput(positions=positions, micro_step=step, draft_token_num=9)
     assert carried.is_verify_input()
-    assert carried.positions is step.positions
+    assert carried.positions is positions and carried.micro_step is step
     assert (carried.num_tokens_per_req, carried.num_tokens_for_logprob_per_req) == (9, 9)

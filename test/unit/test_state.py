@@ -36,6 +36,7 @@ def test_the_state_has_the_shapes_that_it_documents():
         "support_ids": ((ROWS, STRIDE, SUPPORT), torch.int64),
         "support_probs": ((ROWS, STRIDE, SUPPORT), torch.float32),
         "selected": ((LAYERS, HEADS, ROWS, SELECTED), torch.int32),
+        "committed": ((ROWS,), torch.int64),
         "selected_len": ((ROWS,), torch.int64),
         "selected_base": ((ROWS,), torch.int64),
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -17,6 +17,10 @@ from sglang_sparsespec.rounds.state import RequestState
 from sglang_sparsespec.selection import Selector
 from sglang_sparsespec.spec_input import SparseVerifyInput
 
+if TYPE_CHECKING:
+    from sglang_sparsespec.attention.device_seed import DeviceSeed
+    from sglang_sparsespec.rounds.device import DeviceRounds, DeviceStep
+
 # Last queries of a prefill whose attention seeds a request's first selection.
 SEED_QUERIES = 16
 
@@ -28,22 +32,22 @@ class SparseSpecAttentionBackend(AttentionBackend):
     already.
     """
 
-    # The host plans gathers by exact lengths; SGLang fetches them between rounds, while the next one is
-    # prepared.
-    needs_cpu_seq_lens = True
-
     def __init__(
         self,
         inner: AttentionBackend,
-        attention: MicroStepAttention,
+        attention: MicroStepAttention | None,
         selector: Selector,
         state: RequestState,
         config: SparseSpecConfig,
         req_to_token: torch.Tensor,
         kv_pool: Any,
         timer: PhaseTimer,
+        rounds: DeviceRounds | None = None,
     ) -> None:
         super().__init__()
+        # A host that plans gathers needs exact lengths; SGLang fetches them between rounds.
+        self.needs_cpu_seq_lens = rounds is None or bool(inner.needs_cpu_seq_lens)
+        self.rounds = rounds
         self.inner = inner
         self.attention = attention
         self.selector = selector
@@ -55,21 +59,45 @@ class SparseSpecAttentionBackend(AttentionBackend):
         self.attn_backend_list = [inner]
         self.seeded_rows: list[int] = []  # rows of the last prefill whose selection it seeded
         self._step: MicroStepBatch | None = None
+        self._device_step: DeviceStep | None = None
+        self._device_seed: DeviceSeed | None = None
         self._seed: VerifyRows | None = None
         self._seed_gather: torch.Tensor | None = None
 
     # -- once a forward -------------------------------------
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
-        self._step = self._seed = None
+        self._step = self._seed = self._device_step = self._device_seed = None
         if isinstance(forward_batch.spec_info, SparseVerifyInput):
+            if forward_batch.spec_info.micro_step is None:
+                raise RuntimeError("a micro-step that lives on the device needs no metadata from the host.")
             self._plan_micro_step(forward_batch.spec_info.micro_step)
             return
         self.inner.init_forward_metadata(forward_batch)
         if forward_batch.forward_mode.is_extend_without_speculative():
-            self._plan_seed(forward_batch)
+            if self.rounds is not None:
+                self._device_seed = self._plan_device_seed(self.rounds, forward_batch)
+            else:
+                self._plan_seed(forward_batch)
+
+    def _plan_device_seed(self, rounds: DeviceRounds, forward_batch: Any) -> DeviceSeed | None:
+        from sglang_sparsespec.attention.device_seed import plan_device_seed
+
+        return plan_device_seed(rounds, forward_batch, SEED_QUERIES)
+
+    def bind(self, step: DeviceStep | None) -> None:
+        """Run the following forward as this micro-step of the CUDA-graph path."""
+        self._device_step = step
+
+    def finish_prefill(self) -> None:
+        """Make the selections that the prefill just run has scored."""
+        if self._device_seed is not None and self.rounds is not None:
+            self.rounds.select(self._device_seed.rows, scored=True)
+            self._device_seed = None
 
     def _plan_micro_step(self, step: MicroStepBatch) -> None:
+        if self.attention is None:
+            raise RuntimeError("there is no host-planned attention to plan this micro-step.")
         self._step = step
         self.attention.plan(step.drafts, step.verifies)
         if step.verifies is not None:
@@ -105,6 +133,8 @@ class SparseSpecAttentionBackend(AttentionBackend):
         """Record what all layers share, and select at once where no scores are needed."""
         capacity = self.state.selected.shape[-1]
         self._prefix = prefix
+        if self._step is not None and not self._step.scored:
+            return
         self.state.selected_base[rows.pools] = prefix
         self.state.selected_len[rows.pools] = self.selector.budgets(prefix).clamp(max=capacity)
         if not self.selector.needs_scores:
@@ -124,10 +154,17 @@ class SparseSpecAttentionBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> torch.Tensor:
+        if self._device_step is not None and self.rounds is not None:
+            self._store(k, v, layer, forward_batch, save_kv_cache)
+            heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+            return self.rounds.attend(self._device_step, self._layer(layer), heads).reshape(len(q), -1)
         if self._step is not None:
             return self._forward_micro_step(self._step, q, k, v, layer, forward_batch, save_kv_cache)
         out = self.inner.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
-        if self._seed is not None and self.selector.needs_scores:
+        if self._device_seed is not None and self.rounds is not None:
+            heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+            self._device_seed.score(self.rounds, self._layer(layer), heads)
+        elif self._seed is not None and self.selector.needs_scores:
             self._seed_layer(self._seed, q, layer)
         return out
 
@@ -162,8 +199,9 @@ class SparseSpecAttentionBackend(AttentionBackend):
         forward_batch: Any,
         save_kv_cache: bool,
     ) -> torch.Tensor:
-        if save_kv_cache and k is not None:
-            self.kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
+        if self.attention is None:
+            raise RuntimeError("there is no host-planned attention to run this micro-step.")
+        self._store(k, v, layer, forward_batch, save_kv_cache)
         view = self._layer(layer)
         q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         drafted = step.draft_count
@@ -171,12 +209,22 @@ class SparseSpecAttentionBackend(AttentionBackend):
         if step.drafts is not None:
             parts.append(self.attention.draft(view, q[:drafted], self.draft_slots(view.index, step)))
         if step.verifies is not None:
-            wants = self.selector.needs_scores
+            wants = (
+                self.selector.needs_scores
+                and step.scored
+                and view.index % self.config.score_layer_stride == 0
+            )
             out, scores = self.attention.verify(view, q[drafted:][step.verify_gather], scores=wants)
             parts.append(out.flatten(0, 1)[step.verify_flat])
             if scores is not None:
                 self._select_layer(view.index, step.verifies, scores)
         return torch.cat(parts).reshape(len(q), -1)
+
+    def _store(
+        self, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool
+    ) -> None:
+        if save_kv_cache and k is not None:
+            self.kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
 
     def draft_slots(self, index: int, step: MicroStepBatch) -> torch.Tensor:
         """KV slots that the draft rows attend to in one layer: selection, then all tokens since it was made.
@@ -190,7 +238,8 @@ class SparseSpecAttentionBackend(AttentionBackend):
         chosen = self.state.selected_len[rows.pools][:, None]
         since = self.state.selected_base[rows.pools][:, None] + column - chosen
         since = torch.minimum(since, step.row_prefix[: len(rows), None])
-        selected = self.state.selected[index][:, rows.pools]  # [H, n, capacity]
+        group = index // self.config.score_layer_stride
+        selected = self.state.selected[group][:, rows.pools]  # [H, n, capacity]
         selected = selected.gather(
             2, column.clamp(max=selected.shape[2] - 1).expand(*selected.shape[:2], rows.width)
         )
@@ -199,6 +248,8 @@ class SparseSpecAttentionBackend(AttentionBackend):
 
     def _seed_layer(self, rows: VerifyRows, q: torch.Tensor, layer: Any) -> None:
         view = self._layer(layer)
+        if view.index % self.config.score_layer_stride or self.attention is None:
+            return
         heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         scores = self.attention.tail_scores(view, heads[self._seed_gather], rows)
         self._select_layer(view.index, rows, scores)
@@ -211,7 +262,8 @@ class SparseSpecAttentionBackend(AttentionBackend):
                 scores, self._prefix, width=scores.shape[-1], capacity=self.state.selected.shape[-1]
             )
             kept = positions.shape[-1]
-            self.state.selected[index][:, rows.pools, :kept] = positions.permute(1, 0, 2)
+            group = index // self.config.score_layer_stride
+            self.state.selected[group][:, rows.pools, :kept] = positions.permute(1, 0, 2)
 
     def support_triton(self) -> bool:
         return self.inner.support_triton()

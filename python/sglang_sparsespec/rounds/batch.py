@@ -32,6 +32,7 @@ class MicroStepBatch:
         torch.Tensor
     )  # [R, Q] int64: token of each padded query, counted from the first verify token
     verify_flat: torch.Tensor  # [Tv] int64: place of each verify token among the R * Q padded queries
+    scored: bool = True  # whether its verifications make new selections
 
     @property
     def draft_count(self) -> int:
@@ -46,6 +47,7 @@ class RoundInputs:
     committed: torch.Tensor  # [B] int64, advanced in place by the round's verifications
     committed_cpu: Sequence[int]  # [B] when the round started
     base_cpu: Sequence[int]  # [B] prefix that each selection was made from, when the round started
+    scored: bool = True  # whether the round's verifications make new selections
 
 
 def to_device(values: Sequence[int], device: torch.device) -> torch.Tensor:
@@ -97,6 +99,7 @@ def build_micro_step(
         verify_requests=verify_requests,
         verify_gather=on_device([t for row in gather for t in row]).view(-1, padded),
         verify_flat=owner * padded + query,
+        scored=inputs.scored,
     )
 
 
@@ -117,7 +120,7 @@ def _draft_rows(
         committed, base = inputs.committed_cpu[row.row], inputs.base_cpu[row.row]
         if row.row in verified:
             # What the verification accepted is known on the device only: up to k+1 tokens.
-            base, exact = committed, False
+            base, exact = committed if inputs.scored else base, False
             committed += config.stride + 1
         bounds.append(min(config.budget(base), capacity) + committed + row.drafted - base + 1)
     lengths = state.selected_len[pools] + positions - state.selected_base[pools] + 1

@@ -12,7 +12,7 @@ class RequestState:
         rows: rows of the request pool, padding row included.
         stride: k.
         support: most tokens a sampled draft is drawn from (columns of `support_ids`).
-        layers, heads: selections kept: attention layers, and index heads of each (1: shared by the layer).
+        layers, heads: selections kept: groups of attention layers, and index heads of each (1: shared).
         max_selected: most positions one selection can hold.
     """
 
@@ -38,6 +38,7 @@ class RequestState:
         )  # ... and with which probability
         # [layers, heads, rows, max_selected] logical positions, ascending; beyond `selected_len` undefined.
         self.selected = ints(layers, heads, rows, max_selected, dtype=torch.int32)
+        self.committed = ints(rows)  # [rows] tokens with KV of the full model
         self.selected_len = ints(rows)  # [rows]
         self.selected_base = ints(
             rows
@@ -51,6 +52,15 @@ class RequestState:
         """Start (or restart) requests after a prefill. pools: [n] int64; tokens: [n], sampled, without
         KV yet."""
         self.tokens[pools, 0] = tokens.to(torch.int64)
+
+    def begin_window(self, pools: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Let new requests draft from their latest tokens until a selection is made.
+
+        Pool rows are reused: nothing of the row's last request may survive. lengths: [n] int64, committed.
+        """
+        self.committed[pools] = lengths
+        self.selected_len[pools] = 0
+        self.selected_base[pools] = (lengths - self.selected.shape[-1]).clamp(min=0)
 
     def zero(self) -> None:
         for tensor in vars(self).values():

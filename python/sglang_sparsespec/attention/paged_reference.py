@@ -1,0 +1,68 @@
+"""Paged attention in plain torch: the reference of the CUDA-graph path, row by row."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_sparsespec.attention.interface import LayerKV
+from sglang_sparsespec.attention.paged import PagedAttention
+
+
+class TorchPagedAttention(PagedAttention):
+    """Slow and obvious; reads lengths on the host."""
+
+    name = "torch_paged"
+
+    def draft(
+        self, layer: LayerKV, q: torch.Tensor, pages: torch.Tensor, lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, heads, dim = q.shape
+        index_heads = pages.shape[1]
+        group = heads // index_heads
+        out, lse = torch.zeros_like(q), torch.full((rows, heads), float("-inf"), device=q.device)
+        k, v = (t.reshape(-1, t.shape[1] // index_heads, dim) for t in (layer.k, layer.v))
+        for row, length in enumerate(lengths.tolist()):
+            for head in range(index_heads if length else 0):
+                slots = pages[row, head, :length].long()
+                mine = slice(head * group, (head + 1) * group)
+                some, its_lse = _attend(q[row : row + 1, mine], k[slots], v[slots], layer.scale)
+                out[row, mine], lse[row, mine] = some[0], its_lse[:, 0]
+        return out, lse
+
+    def verify(
+        self,
+        layer: LayerKV,
+        q: torch.Tensor,
+        pages: torch.Tensor,
+        lengths: torch.Tensor,
+        starts: torch.Tensor,
+        most_queries: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out = torch.zeros_like(q)
+        lse = torch.full((q.shape[1], len(q)), float("-inf"), device=q.device)
+        bounds = starts.tolist()
+        for row, length in enumerate(lengths.tolist()):
+            if not length:
+                continue
+            mine = slice(bounds[row], bounds[row + 1])
+            slots = pages[row, :length].long()
+            out[mine], lse[:, mine] = _attend(q[mine], layer.k[slots], layer.v[slots], layer.scale)
+        return out, lse
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [Q, H, D] over k, v [L, KV heads, D], the last query seeing all. Returns out and LSE [H, Q]."""
+    queries, heads, _ = q.shape
+    group = heads // k.shape[1]
+    k, v = (t.repeat_interleave(group, dim=1).float() for t in (k, v))
+    scores = torch.einsum("qhd,lhd->hql", q.float(), k) * scale
+    sees = (
+        torch.arange(len(k), device=q.device)
+        <= (len(k) - queries + torch.arange(queries, device=q.device))[:, None]
+    )
+    scores = scores.masked_fill(~sees, float("-inf"))
+    lse = scores.logsumexp(dim=-1)
+    out = torch.einsum("hql,lhd->qhd", torch.exp(scores - lse[..., None]), v)
+    return out.to(q.dtype), lse

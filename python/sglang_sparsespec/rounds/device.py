@@ -1,0 +1,251 @@
+"""A micro-step whose lengths live on the device: static buffers, and what is done with them around the model.
+
+The host uploads one table a round: which request drafts or verifies in which slot of which micro-step.
+Everything else (lengths, token ids, KV slots, acceptance, selections) is computed on the device from the
+requests' state, so that one captured graph serves every batch that fits its slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from sgl_kernel_ext.buffers import FIELDS, HEADER, MicroStepBuffers, RequestTensors
+
+from sglang_sparsespec.attention.interface import LayerKV
+from sglang_sparsespec.attention.paged import PagedAttention
+from sglang_sparsespec.config import SparseSpecConfig
+from sglang_sparsespec.rounds.kernels import RoundKernels
+from sglang_sparsespec.rounds.planner import RequestKey, RoundPlan
+from sglang_sparsespec.rounds.state import RequestState
+
+SCORE_ALIGN = 16  # rows start at multiples of this in the score buffer, as `prepare` places them
+
+
+@dataclass(frozen=True)
+class ScoredRows:
+    """Verify rows in fixed slots of `queries` tokens each, as the score and select kernels take them."""
+
+    pools: torch.Tensor  # [R] int32
+    first: torch.Tensor  # [R] int32 tokens before the row's first query
+    real: torch.Tensor  # [R] int32 real queries; 0: empty slot
+    prefix: torch.Tensor  # [R] int32 keys that get a score
+    offset: torch.Tensor  # [R] int64 start of the row's scores; -1: no room
+    queries: int
+
+
+@dataclass(frozen=True)
+class DeviceStep:
+    """The micro-step that the attention backend is asked to run now."""
+
+    buffers: MicroStepBuffers
+    rows: ScoredRows | None  # None: nothing verifies
+    starts: torch.Tensor  # [nv+1] int32
+    scored: bool
+
+
+class DeviceRounds:
+    """Static buffers of all micro-steps, and the device work of a micro-step outside the model.
+
+    Args:
+        slots: most requests of a batch.
+        score_capacity: keys that can be scored at once over all rows, about the tokens of the KV pool.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: SparseSpecConfig,
+        state: RequestState,
+        kernels: RoundKernels,
+        attention: PagedAttention,
+        req_to_token: torch.Tensor,
+        slots: int,
+        score_capacity: int,
+    ) -> None:
+        device = req_to_token.device
+        self.config, self.state, self.kernels, self.attention = config, state, kernels, attention
+        self.slots = slots
+        self.queries = config.stride + 1
+        groups, heads, _, cap = state.selected.shape
+        self.page_width = cap + config.most_since_selection
+        self.capacity = score_capacity
+        tokens = slots + slots * self.queries
+
+        def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.flat_table = ints(HEADER + self.queries * 2 * slots * FIELDS)
+        self.header = self.flat_table[:HEADER]
+        self.table = self.flat_table[HEADER:].view(self.queries, 2, slots, FIELDS)
+        self.token_buffers = ints(3, tokens, dtype=torch.int64)  # ids, positions, KV slots
+        self.draft_buffers = ints(2, slots)  # pool, length
+        self.verify_buffers = ints(4, slots)  # pool, first, queries, seqlens
+        self.offsets = ints(slots, dtype=torch.int64)
+        self.draft_pages = ints(groups, slots, heads, self.page_width)
+        self.verify_pages = ints(slots, req_to_token.shape[1])
+        lines = (groups, score_capacity) if heads == 1 else (groups, heads, score_capacity)
+        self.scores = ints(*lines, dtype=torch.int16)
+        self.out_tokens = ints(slots, self.queries, dtype=torch.int64)
+        self.out_lens = ints(slots, dtype=torch.int64)
+        self.requests = RequestTensors(
+            committed=state.committed,
+            tokens=state.tokens,
+            selected=state.selected,
+            selected_len=state.selected_len,
+            selected_base=state.selected_base,
+            req_to_token=req_to_token,
+        )
+        self._starts = torch.arange(slots + 1, dtype=torch.int32, device=device) * self.queries
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all requests: the KV cache was flushed."""
+        self.state.zero()
+        if self.config.selector == "window":
+            sink = min(self.config.sink, self.state.selected.shape[-1])
+            self.state.selected[..., :sink] = torch.arange(sink, dtype=torch.int32, device=self.header.device)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.nbytes for t in vars(self).values() if isinstance(t, torch.Tensor) and t._base is None)
+
+    # -- the host's part of a round -------------------------------------
+
+    def upload(self, plan: RoundPlan, keys: list[RequestKey], *, greedy: bool) -> None:
+        """Send the round's table, without waiting for the device."""
+        flat = np.zeros(self.flat_table.numel(), dtype=np.int32)
+        flat[1] = greedy
+        table = flat[HEADER:].reshape(self.queries, 2, self.slots, FIELDS)
+        for at, step in enumerate(plan.micro_steps):
+            for kind in (0, 1):
+                rows = step.verifies if kind else step.drafts
+                if rows:
+                    table[at, kind, : len(rows)] = [(keys[r.row].pool, r.drafted, r.row) for r in rows]
+        host = torch.from_numpy(flat)
+        if self.flat_table.is_cuda:
+            # The pinned block goes back to torch's host allocator, which waits for this copy.
+            host = host.pin_memory()
+        self.flat_table.copy_(host, non_blocking=True)
+
+    # -- the device's part of a micro-step -------------------------------------
+
+    def step(self, nd: int, nv: int, *, scored: bool) -> DeviceStep:
+        """Views of the static buffers for `nd` draft and `nv` verify slots."""
+        tokens = nd + nv * self.queries
+        ids, positions, loc = self.token_buffers[:, :tokens]
+        pool, first, real, seqlens = self.verify_buffers[:, :nv]
+        buffers = MicroStepBuffers(
+            nd=nd,
+            nv=nv,
+            queries=self.queries,
+            header=self.header,
+            table=self.table,
+            input_ids=ids,
+            positions=positions,
+            out_cache_loc=loc,
+            draft_pool=self.draft_buffers[0, :nd],
+            draft_len=self.draft_buffers[1, :nd],
+            verify_pool=pool,
+            first=first,
+            verify_queries=real,
+            seqlens=seqlens,
+            offset=self.offsets[:nv],
+        )
+        rows = ScoredRows(pool, first, real, first, self.offsets[:nv], self.queries) if nv else None
+        return DeviceStep(buffers, rows, self._starts[: nv + 1], scored and nv > 0)
+
+    def begin(self, step: DeviceStep) -> None:
+        """Before the model: inputs and page tables."""
+        buffers = step.buffers
+        self.kernels.prepare(buffers, self.requests, page_width=self.page_width, capacity=self.capacity)
+        self.kernels.draft_pages(buffers, self.requests, self.draft_pages)
+        self.kernels.verify_pages(buffers, self.requests, self.verify_pages)
+
+    def attend(self, step: DeviceStep, layer: LayerKV, q: torch.Tensor) -> torch.Tensor:
+        """One layer of the micro-step: q [T, heads, D], its KV already stored. Returns [T, heads, D]."""
+        buffers = step.buffers
+        nd, nv = buffers.nd, buffers.nv
+        parts = []
+        if nd:
+            pages = self.draft_pages[layer.index // self.config.score_layer_stride][:nd]
+            parts.append(self.attention.draft(layer, q[:nd], pages, buffers.draft_len)[0])
+        if nv:
+            out, lse = self.attention.verify(
+                layer, q[nd:], self.verify_pages[:nv], buffers.seqlens, step.starts, self.queries
+            )
+            parts.append(out)
+            if step.scored and step.rows is not None:
+                self.score(layer, q[nd:], lse, self.verify_pages[:nv], step.rows)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def finish(self, step: DeviceStep, logits: torch.Tensor) -> None:
+        """After the model: selections, then drafts and acceptance of greedy batches. logits: [T, V]."""
+        if step.rows is not None:
+            self.select(step.rows, scored=step.scored)
+        drafted = step.buffers.nd
+        picked = logits.argmax(dim=-1)
+        if self.config.debug_drafts == "wrong" and drafted:
+            picked[:drafted] = logits[:drafted].argmin(dim=-1)
+        self.kernels.finish_greedy(step.buffers, self.requests, picked, self.out_tokens, self.out_lens)
+        self.header[0] += 1
+
+    # -- selection, for verifications and prefills alike -------------------------------------
+
+    @property
+    def scores_needed(self) -> bool:
+        return self.config.selector == "pillar"
+
+    def score(
+        self, layer: LayerKV, q: torch.Tensor, lse: torch.Tensor, pages: torch.Tensor, rows: ScoredRows
+    ) -> None:
+        """Score the keys of one layer, if it is one whose scores are kept. q: [R * queries, heads, D]."""
+        group, rest = divmod(layer.index, self.config.score_layer_stride)
+        if rest or not self.scores_needed:
+            return
+        self.kernels.score_keys(
+            q,
+            layer.k,
+            lse,
+            pages,
+            rows.first,
+            rows.real,
+            rows.prefix,
+            rows.offset,
+            self.scores[group],
+            padded_queries=rows.queries,
+            scale=layer.scale,
+            scope=self.config.index_scope,
+        )
+
+    def select(self, rows: ScoredRows, *, scored: bool) -> None:
+        """Make the selections of rows just scored, for all layers, and let drafts use them from now on."""
+        if not scored:
+            return
+        config = self.config
+        window = config.selector == "window"
+        if config.selector == "random":
+            self.scores.random_(0, 0x7F80)
+        if not window:
+            self.kernels.select(
+                self.scores,
+                rows.offset,
+                rows.prefix,
+                rows.pools,
+                self.state.selected,
+                ratio_ppm=config.ratio_ppm,
+                min_tokens=config.min_tokens,
+                sink=config.sink,
+                recent=config.recent,
+            )
+        self.kernels.settle(
+            rows.pools,
+            rows.prefix,
+            rows.offset,
+            self.requests,
+            ratio_ppm=config.ratio_ppm,
+            min_tokens=config.min_tokens,
+            kept=config.kept,
+            window_sink=config.sink if window else -1,
+        )

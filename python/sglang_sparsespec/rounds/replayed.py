@@ -1,0 +1,120 @@
+"""Rounds whose micro-steps are CUDA-graph replays: the host uploads a table and never sees a length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from sglang_sparsespec.config import SparseSpecConfig
+from sglang_sparsespec.metrics import PhaseTimer
+from sglang_sparsespec.rounds.device import DeviceRounds, DeviceStep
+from sglang_sparsespec.rounds.graphs import GraphKey, MicroStepGraphs
+from sglang_sparsespec.rounds.outcome import RoundOutcome
+from sglang_sparsespec.rounds.planner import MicroStep, RequestKey, RoundPlan
+from sglang_sparsespec.sampling.filters import SamplingRows
+from sglang_sparsespec.sampling.tail import accept_verified, store_drafts
+
+
+class ReplayedRounds:
+    """Runs rounds on a device-planned attention.
+
+    Greedy batches run wholly inside the graphs. Sampled ones draw their drafts and accept behind each replay,
+    on the same stream and without waiting for it.
+    """
+
+    def __init__(
+        self,
+        config: SparseSpecConfig,
+        rounds: DeviceRounds,
+        forward: Callable[[DeviceStep], torch.Tensor],
+        generator: torch.Generator,
+        timer: PhaseTimer,
+        *,
+        keys: Sequence[GraphKey],
+    ) -> None:
+        self.config, self.rounds, self.state = config, rounds, rounds.state
+        self.graphs = MicroStepGraphs(rounds, forward, keys=keys)
+        self._generator = generator
+        self._timer = timer
+        self._count = 0
+
+    @property
+    def eager_micro_steps(self) -> int:
+        return self.graphs.eager_micro_steps
+
+    def capture(self) -> None:
+        """Capture the graphs, once the model and its pools stand."""
+        self.graphs.capture()
+
+    def prefilled(self, batch: Any, keys: list[RequestKey], seeded_rows: list[int]) -> None:
+        """A prefill ran. The attention backend keeps the device state."""
+
+    def forget(self) -> None:
+        """The KV cache was flushed."""
+        self.rounds.reset()
+
+    def lengths(self, batch: Any) -> list[int]:
+        """Committed lengths as far as the host has heard, up to a round behind."""
+        return [len(req.origin_input_ids) + len(req.output_ids) for req in batch.reqs]
+
+    def run(self, batch: Any, keys: list[RequestKey], plan: RoundPlan) -> RoundOutcome:
+        """Run a round of `batch` (SGLang's ScheduleBatch)."""
+        if batch.seq_lens.is_cuda:
+            batch.seq_lens.record_stream(torch.cuda.current_stream())
+        pools = batch.req_pool_indices.long()
+        # SGLang's relay is the authority on committed lengths: it also knows what a retraction took back.
+        self.state.committed[pools] = batch.seq_lens.long()
+        rows = SamplingRows.from_batch(batch.sampling_info)
+        scored = self._count % self.config.score_every == 0
+        self._count += 1
+        self.rounds.upload(plan, keys, greedy=rows.all_greedy)
+        before = self.graphs.eager_micro_steps
+        for at, step in enumerate(plan.micro_steps):
+            if not step.drafts and not step.verifies:
+                self.rounds.header[0] += 1
+                continue
+            with self._timer.phase("verify" if step.verifies else "draft"):
+                device_step, logits = self.graphs.run(step, scored=scored)
+            if not rows.all_greedy:
+                self._settle(at, step, device_step, logits, rows)
+        count = len(keys)
+        return RoundOutcome(
+            tokens=self.rounds.out_tokens[:count].clone(),
+            lengths=self.rounds.out_lens[:count].clone(),
+            committed=self.state.committed[pools],
+            bonus=self.state.tokens[pools, 0],
+            graphs=self.graphs.eager_micro_steps == before,
+        )
+
+    def _settle(
+        self, at: int, step: MicroStep, device_step: DeviceStep, logits: torch.Tensor, rows: SamplingRows
+    ) -> None:
+        """Drafts and acceptance of a batch in which some request samples."""
+        if step.drafts:
+            pools, drafted, requests = self.rounds.table[at, 0, : len(step.drafts)].long().unbind(dim=1)
+            store_drafts(
+                self.state,
+                logits[: len(step.drafts)],
+                rows.take(requests),
+                pools=pools,
+                drafted=drafted,
+                config=self.config,
+                generator=self._generator,
+            )
+        if step.verifies:
+            pools, drafted, requests = self.rounds.table[at, 1, : len(step.verifies)].long().unbind(dim=1)
+            first = device_step.buffers.nd
+            width = self.rounds.queries
+            accepted = accept_verified(
+                self.state,
+                logits[first : first + len(step.verifies) * width].view(-1, width, logits.shape[-1]),
+                rows.take(requests),
+                pools=pools,
+                drafted=drafted,
+                generator=self._generator,
+            )
+            self.rounds.out_tokens[requests] = accepted.tokens
+            self.rounds.out_lens[requests] = accepted.lengths
+            self.state.committed[pools] += accepted.lengths

@@ -1,0 +1,67 @@
+"""What follows a micro-step's logits: drafts are stored, verifications accepted, requests move on."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_sparsespec.config import SparseSpecConfig
+from sglang_sparsespec.rounds.state import RequestState
+from sglang_sparsespec.sampling.accept import Accepted, accept_drafts, draft_tokens
+from sglang_sparsespec.sampling.filters import SamplingRows
+
+
+def store_drafts(
+    state: RequestState,
+    logits: torch.Tensor,
+    rows: SamplingRows,
+    *,
+    pools: torch.Tensor,
+    drafted: torch.Tensor,
+    config: SparseSpecConfig,
+    generator: torch.Generator,
+) -> None:
+    """Draw one draft a row and keep it with its proposal.
+
+    Args:
+        logits: [n, V]. rows: sampling parameters of the n rows.
+        pools, drafted: [n] int64: the request, and how many drafts it has made before this one.
+    """
+    drafts = draft_tokens(
+        logits,
+        rows,
+        support=config.draft_support,
+        generator=generator,
+        wrong=config.debug_drafts == "wrong",
+    )
+    state.tokens[pools, drafted + 1] = drafts.tokens
+    if drafts.support_ids is not None and drafts.support_probs is not None:
+        state.support_ids[pools, drafted] = drafts.support_ids
+        state.support_probs[pools, drafted] = drafts.support_probs
+
+
+def accept_verified(
+    state: RequestState,
+    logits: torch.Tensor,
+    rows: SamplingRows,
+    *,
+    pools: torch.Tensor,
+    drafted: torch.Tensor,
+    generator: torch.Generator,
+) -> Accepted:
+    """Accept the drafts of verified requests.
+
+    Args:
+        logits: [R, k+1, V]. rows: sampling parameters of the R requests.
+        pools, drafted: [R] int64.
+    """
+    accepted = accept_drafts(
+        logits,
+        state.tokens[pools, 1:],
+        drafted,
+        rows,
+        support_ids=state.support_ids[pools],
+        support_probs=state.support_probs[pools],
+        generator=generator,
+    )
+    state.tokens[pools, 0] = accepted.bonus
+    return accepted

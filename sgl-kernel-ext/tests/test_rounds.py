@@ -1,0 +1,146 @@
+"""The kernels of a round against their references: same inputs, same effects."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+
+import pytest
+import torch
+from sgl_kernel_ext import rounds, rounds_reference
+from sgl_kernel_ext.buffers import FIELDS, HEADER, MicroStepBuffers, RequestTensors
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+STRIDE, SLOTS, ROWS, WIDTH, CAP, GROUPS = 4, 6, 9, 300, 24, 2
+
+
+def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, device=DEVICE)
+
+
+def make_state(rng: random.Random, heads: int = 1) -> RequestTensors:
+    torch.manual_seed(rng.randrange(1 << 30))
+    committed = torch.randint(40, 200, (ROWS,), device=DEVICE)
+    committed[0] = 0
+    length = torch.randint(1, CAP + 1, (ROWS,), device=DEVICE)
+    base = (committed - torch.randint(0, 12, (ROWS,), device=DEVICE)).clamp(min=0)
+    length[0], base[0] = 0, 0
+    selected = torch.stack([torch.randperm(40)[:CAP] for _ in range(GROUPS * heads * ROWS)]).to(DEVICE)
+    return RequestTensors(
+        committed=committed,
+        tokens=torch.randint(1, 50, (ROWS, STRIDE + 1), device=DEVICE),
+        selected=selected.sort(dim=-1).values.to(torch.int32).view(GROUPS, heads, ROWS, CAP).contiguous(),
+        selected_len=length,
+        selected_base=base,
+        req_to_token=torch.randint(1, 999, (ROWS, WIDTH), dtype=torch.int32, device=DEVICE),
+    )
+
+
+def make_step(rng: random.Random, nd: int, nv: int, *, micro: int, greedy: bool = True) -> MicroStepBuffers:
+    queries = STRIDE + 1
+    flat = ints(HEADER + queries * 2 * SLOTS * FIELDS)
+    table = flat[HEADER:].view(queries, 2, SLOTS, FIELDS)
+    flat[0], flat[1] = micro, int(greedy)
+    pools = rng.sample(range(1, ROWS), 8)
+    requests = rng.sample(range(SLOTS), SLOTS)
+    for slot in range(max(nd - 1, 0)):  # the last slot of each kind stays empty
+        table[micro, 0, slot] = torch.tensor([pools.pop(), rng.randrange(STRIDE), requests.pop()])
+    for slot in range(max(nv - 1, 0)):
+        table[micro, 1, slot] = torch.tensor([pools.pop(), rng.randrange(STRIDE + 1), requests.pop()])
+    tokens = nd + nv * queries
+    return MicroStepBuffers(
+        nd=nd,
+        nv=nv,
+        queries=queries,
+        header=flat[:HEADER],
+        table=table,
+        input_ids=ints(tokens, dtype=torch.int64),
+        positions=ints(tokens, dtype=torch.int64),
+        out_cache_loc=ints(tokens, dtype=torch.int64),
+        draft_pool=ints(nd),
+        draft_len=ints(nd),
+        verify_pool=ints(nv),
+        first=ints(nv),
+        verify_queries=ints(nv),
+        seqlens=ints(nv),
+        offset=ints(nv, dtype=torch.int64),
+    )
+
+
+def same(a: object, b: object) -> None:
+    for field in dataclasses.fields(a):
+        left, right = getattr(a, field.name), getattr(b, field.name)
+        if isinstance(left, torch.Tensor):
+            assert torch.equal(left, right), field.name
+
+
+@pytest.mark.parametrize("shape", [(4, 0), (0, 4), (3, 3), (1, 1), (2, 4)])
+@pytest.mark.parametrize("capacity", [10_000, 300])
+def test_a_micro_step_is_prepared_as_the_reference_does(shape: tuple[int, int], capacity: int) -> None:
+    rng = random.Random(f"{shape}{capacity}")
+    state, step = make_state(rng), make_step(rng, *shape, micro=2)
+    twin = copy.deepcopy(step)
+    rounds.prepare(step, state, page_width=CAP + 20, capacity=capacity)
+    rounds_reference.prepare(twin, state, page_width=CAP + 20, capacity=capacity)
+    same(step, twin)
+    if shape[0]:
+        assert step.draft_len[-1] == 0 and step.out_cache_loc[shape[0] - 1] == 0
+    if shape[1]:
+        assert step.seqlens[-1] == 0 and (step.out_cache_loc[-step.queries :] == 0).all()
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("page_width", [CAP + 20, 8])
+def test_page_tables_hold_the_selection_and_everything_since(heads: int, page_width: int) -> None:
+    rng = random.Random(heads)
+    state, step = make_state(rng, heads), make_step(rng, 4, 3, micro=0)
+    rounds_reference.prepare(step, state, page_width=page_width, capacity=10_000)
+    got = ints(GROUPS, SLOTS, heads, page_width)
+    want = got.clone()
+    rounds.draft_pages(step, state, got)
+    rounds_reference.draft_pages(step, state, want)
+    assert torch.equal(got, want)
+    got, want = ints(SLOTS, WIDTH), ints(SLOTS, WIDTH)
+    rounds.verify_pages(step, state, got)
+    rounds_reference.verify_pages(step, state, want)
+    assert torch.equal(got, want)
+    assert (got[2] == 0).all(), "an empty slot reads no request's KV"
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_greedy_acceptance_is_the_references(greedy: bool) -> None:
+    for seed in range(20):
+        rng = random.Random(seed)
+        state, step = make_state(rng), make_step(rng, 3, 4, micro=1, greedy=greedy)
+        twin_state, twin = copy.deepcopy(state), copy.deepcopy(step)
+        picked = torch.randint(1, 50, (3 + 4 * step.queries,), device=DEVICE)
+        for slot in range(4):  # let some drafts be right
+            pool, drafted, _ = step.table[1, 1, slot].tolist()
+            right = rng.randrange(drafted + 1)
+            at = 3 + slot * step.queries
+            picked[at : at + right] = state.tokens[pool, 1 : right + 1]
+        outs = [(ints(SLOTS, STRIDE + 1, dtype=torch.int64), ints(SLOTS, dtype=torch.int64)) for _ in "ab"]
+        rounds.finish_greedy(step, state, picked, *outs[0])
+        rounds_reference.finish_greedy(twin, twin_state, picked, *outs[1])
+        same(state, twin_state)
+        assert torch.equal(outs[0][1], outs[1][1])
+        kept = torch.arange(STRIDE + 1, device=DEVICE) < outs[0][1][:, None]
+        assert torch.equal(outs[0][0] * kept, outs[1][0] * kept)
+        if not greedy:
+            assert (outs[0][1] == 0).all()
+
+
+@pytest.mark.parametrize("window_sink", [-1, 4])
+def test_selections_are_settled_for_scored_rows_only(window_sink: int) -> None:
+    state = make_state(random.Random(5))
+    twin = copy.deepcopy(state)
+    pools = torch.tensor([3, 0, 5, 7], dtype=torch.int32, device=DEVICE)
+    prefix = torch.tensor([150_000, 50, 90, 3], dtype=torch.int32, device=DEVICE)
+    offset = torch.tensor([0, 64, -1, 128], device=DEVICE)
+    options = {"ratio_ppm": 50_000, "min_tokens": 10, "kept": 4, "window_sink": window_sink}
+    rounds.settle(pools, prefix, offset, state, **options)
+    rounds_reference.settle(pools, prefix, offset, twin, **options)
+    same(state, twin)
+    assert state.selected_len[7] == (3 if window_sink < 0 else 3)
+    assert state.selected_base[5] == twin.selected_base[5]
