@@ -21,7 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang_sparsespec.config import ALLOW_UNTESTED_ENV, SparseSpecConfig, resolve_config
+from sglang_sparsespec.config import ALLOW_UNTESTED_ENV, ConfigError, SparseSpecConfig, resolve_config
 from sglang_sparsespec.version import SUPPORTED_SGLANG, __version__
 
 if TYPE_CHECKING:
@@ -169,22 +169,23 @@ def find_device() -> str:
 def check_attention() -> Found:
     import torch
 
-    from sglang_sparsespec.attention import flashinfer_obstacle
+    from sglang_sparsespec.attention import GRAPHED, choose_attention
 
-    for name in ("flashinfer-python", "sglang-kernel"):
+    for name in ("sglang-kernel", "flashinfer-python", "sgl-kernel-ext"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             yield "ok", f"found {name} {metadata.version(name)}"
     device, asked = find_device(), resolve_config().attention
     for dtype, head_dim in itertools.product(("bfloat16", "float32"), (64, 128)):
-        obstacle = flashinfer_obstacle(device, getattr(torch, dtype), head_dim)
         case = f"{dtype}, head dimension {head_dim}"
-        if obstacle is None and asked != "torch":
-            yield "ok", f"{case}: flashinfer"
-        elif asked == "flashinfer":
-            yield "warn", f"{case}: refused, as flashinfer is asked for but {obstacle}"
-        else:
-            reason = "it is asked for" if asked == "torch" else f"flashinfer cannot serve: {obstacle}"
-            yield "ok", f"{case}: torch, as {reason}"
+        try:
+            chosen, obstacles = choose_attention(asked, device, getattr(torch, dtype), head_dim)
+        except ConfigError as error:
+            yield "warn", f"{case}: refused: {error}"
+            continue
+        graphs = "with CUDA graphs" if chosen in GRAPHED else "without CUDA graphs"
+        faster = [f"{name}: {why}" for name, why in obstacles.items() if why and asked == "auto"]
+        why = f" ({'; '.join(faster)})" if faster else " (asked for)" if asked != "auto" else ""
+        yield "ok", f"{case}: {chosen}, {graphs}{why}"
 
 
 # -- self-test -------------------------------------

@@ -15,7 +15,7 @@ from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 
 from sglang_sparsespec import compat
-from sglang_sparsespec.attention import make_attention
+from sglang_sparsespec.attention import make_attention, query_heads
 from sglang_sparsespec.attention.backend import SparseSpecAttentionBackend
 from sglang_sparsespec.attention.paged import PagedAttention
 from sglang_sparsespec.config import SparseSpecConfig, resolve_config
@@ -142,7 +142,10 @@ class SparseSpecWorker(BaseSpecWorker):
             attention=attention,
             req_to_token=self.model_runner.req_to_token_pool.req_to_token,
             slots=self.state.tokens.shape[0] - 1,
-            score_capacity=pool.size + SCORE_ALIGN * self.state.tokens.shape[0],
+            layers=pool.layer_num,
+            heads=query_heads(self.model_runner.model),
+            # Rows that share a prefix count it each; what does not fit keeps its last selection.
+            score_capacity=-(-pool.size // 64) * 64 + SCORE_ALIGN * self.state.tokens.shape[0],
         )
 
     def _make_rounds(

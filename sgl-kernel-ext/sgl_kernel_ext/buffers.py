@@ -27,6 +27,7 @@ class MicroStepBuffers:
     out_cache_loc: torch.Tensor  # [T] int64; 0 (the dummy slot) where nothing real is written
     draft_pool: torch.Tensor  # [nd]
     draft_len: torch.Tensor  # [nd] keys the row attends to, its own included; 0: empty slot
+    draft_at: torch.Tensor  # [nd] drafts that the request has made before this one
     verify_pool: torch.Tensor  # [nv]
     first: torch.Tensor  # [nv] committed length
     verify_queries: torch.Tensor  # [nv] real queries; 0: empty slot

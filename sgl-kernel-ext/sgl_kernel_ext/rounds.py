@@ -30,6 +30,7 @@ def _prepare_kernel(
     LOC,
     D_POOL,
     D_LEN,
+    D_AT,
     V_POOL,
     FIRST,
     QUERIES,
@@ -57,6 +58,7 @@ def _prepare_kernel(
         kept = tl.load(SEL_LEN + pool) + at - tl.load(SEL_BASE + pool) + 1
         tl.store(D_POOL + pid, pool.to(tl.int32))
         tl.store(D_LEN + pid, tl.where(real, tl.minimum(kept, width), 0).to(tl.int32))
+        tl.store(D_AT + pid, drafted)
         tl.store(IDS + pid, tl.load(TOKENS + pool * stride_tokens + drafted, mask=real, other=0))
         tl.store(POSITIONS + pid, at)
         tl.store(LOC + pid, tl.load(REQ_TO_TOKEN + pool * stride_rt + at, mask=real, other=0).to(tl.int64))
@@ -110,6 +112,7 @@ def prepare(step: MicroStepBuffers, state: RequestTensors, *, page_width: int, c
         step.out_cache_loc,
         step.draft_pool,
         step.draft_len,
+        step.draft_at,
         step.verify_pool,
         step.first,
         step.verify_queries,

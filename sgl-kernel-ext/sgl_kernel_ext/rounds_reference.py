@@ -28,6 +28,7 @@ def prepare(step: MicroStepBuffers, state: RequestTensors, *, page_width: int, c
         at = int(state.committed[pool]) + drafted if pool else 0
         kept = int(state.selected_len[pool]) + at - int(state.selected_base[pool]) + 1
         step.draft_pool[slot] = pool
+        step.draft_at[slot] = drafted
         step.draft_len[slot] = min(kept, page_width) if pool else 0
         step.positions[slot] = at
         if pool:

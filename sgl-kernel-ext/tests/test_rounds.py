@@ -60,6 +60,7 @@ def make_step(rng: random.Random, nd: int, nv: int, *, micro: int, greedy: bool 
         out_cache_loc=ints(tokens, dtype=torch.int64),
         draft_pool=ints(nd),
         draft_len=ints(nd),
+        draft_at=ints(nd),
         verify_pool=ints(nv),
         first=ints(nv),
         verify_queries=ints(nv),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,7 +12,12 @@ from sglang_sparsespec.attention.paged import PagedAttention
 from sglang_sparsespec.config import ConfigError, SparseSpecConfig
 from sglang_sparsespec.rounds.kernels import kernels_obstacle
 
+if TYPE_CHECKING:
+    from sglang_sparsespec.attention.fused import FusedAttention
+
 logger = logging.getLogger(__name__)
+
+GRAPHED = ("fused", "fa3")  # implementations that run in CUDA graphs
 
 FA3_DTYPES = (torch.bfloat16, torch.float16)
 FA3_HEAD_DIMS = (64, 96, 128, 192, 256)
@@ -53,29 +58,62 @@ def fa3_obstacle(device: str, dtype: torch.dtype, head_dim: int) -> str | None:
     return kernels_obstacle()
 
 
-def make_attention(
-    config: SparseSpecConfig, runner: Any, req_to_token: torch.Tensor
-) -> MicroStepAttention | PagedAttention:
-    """The implementation that `config.attention` asks for, or the best one here: FA3 with CUDA graphs, then
-    FlashInfer, then plain torch.
+def fused_obstacle(device: str, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why verifications cannot score their keys themselves, or None where they can."""
+    if reason := fa3_obstacle(device, dtype, head_dim):
+        return reason
+    from sgl_kernel_ext.cuda import supported
+
+    return supported(head_dim, 1, 1, dtype, device)
+
+
+def query_heads(model: torch.nn.Module) -> int:
+    """Query heads of an attention layer on this rank."""
+    return next(m.tp_q_head_num for m in model.modules() if hasattr(m, "tp_q_head_num"))
+
+
+def choose_attention(
+    asked: str, device: str, dtype: torch.dtype, head_dim: int
+) -> tuple[str, dict[str, str | None]]:
+    """Which implementation serves: the one asked for, or the best of fused and fa3 (CUDA graphs), flashinfer
+    and torch.
+
+    Returns:
+        its name, and why each of the fast ones cannot serve (None: it can).
 
     Raises:
         ConfigError: one is asked for by name and cannot serve this model on this device.
     """
+    where = (device, dtype, head_dim)
+    obstacles = {
+        "fused": fused_obstacle(*where),
+        "fa3": fa3_obstacle(*where),
+        "flashinfer": flashinfer_obstacle(*where),
+    }
+    if reason := obstacles.get(asked):
+        raise ConfigError(f'attention is "{asked}", but {reason}. Use "auto" or "torch".')
+    if asked != "auto":
+        return asked, obstacles
+    return next((name for name, reason in obstacles.items() if reason is None), "torch"), obstacles
+
+
+def make_attention(
+    config: SparseSpecConfig, runner: Any, req_to_token: torch.Tensor
+) -> MicroStepAttention | PagedAttention:
+    """The implementation that `choose_attention` names. Raises ConfigError as it does."""
     pool = runner.token_to_kv_pool
-    where = (str(runner.device), pool.dtype, pool.head_dim)
-    obstacles = {"fa3": fa3_obstacle(*where), "flashinfer": flashinfer_obstacle(*where)}
-    wanted = config.attention
-    if reason := obstacles.get(wanted):
-        raise ConfigError(f'attention is "{wanted}", but {reason}. Use "auto" or "torch".')
-    if wanted == "auto":
-        wanted = next((name for name, reason in obstacles.items() if reason is None), "torch")
-        if wanted != "fa3" and where[0].startswith("cuda"):
-            logger.warning(
-                "SPARSESPEC runs without CUDA graphs (slow), on attention %s: FA3 cannot be used: %s.",
-                wanted,
-                obstacles["fa3"],
-            )
+    wanted, obstacles = choose_attention(config.attention, str(runner.device), pool.dtype, pool.head_dim)
+    if config.attention == "auto" and wanted not in GRAPHED and str(runner.device).startswith("cuda"):
+        logger.warning(
+            "SPARSESPEC runs without CUDA graphs (slow), on attention %s: FA3 cannot be used: %s.",
+            wanted,
+            obstacles["fa3"],
+        )
+    if wanted == "fused":
+        fused = _make_fused(config, runner)
+        if fused is not None:
+            return fused
+        wanted = "fa3"
     if wanted == "fa3":
         from sglang_sparsespec.attention.fa3 import FA3Attention
 
@@ -83,9 +121,12 @@ def make_attention(
     if wanted == "flashinfer":
         from sglang_sparsespec.attention.flashinfer import FlashInferAttention
 
-        heads = next(m.tp_q_head_num for m in runner.model.modules() if hasattr(m, "tp_q_head_num"))
         return FlashInferAttention(
-            req_to_token, heads=heads, kv_heads=pool.head_num, head_dim=pool.head_dim, dtype=pool.dtype
+            req_to_token,
+            heads=query_heads(runner.model),
+            kv_heads=pool.head_num,
+            head_dim=pool.head_dim,
+            dtype=pool.dtype,
         )
     if wanted == "torch_paged":
         from sglang_sparsespec.attention.paged_reference import TorchPagedAttention
@@ -94,3 +135,23 @@ def make_attention(
     from sglang_sparsespec.attention.torch_reference import TorchAttention
 
     return TorchAttention(req_to_token)
+
+
+def _make_fused(config: SparseSpecConfig, runner: Any) -> FusedAttention | None:
+    """The fused attention, or None where it is not asked for by name and its kernel does not compile."""
+    from sglang_sparsespec.attention.fused import FusedAttention
+
+    pool = runner.token_to_kv_pool
+    try:
+        return FusedAttention(
+            heads=query_heads(runner.model),
+            kv_heads=pool.head_num,
+            head_dim=pool.head_dim,
+            queries=config.stride + 1,
+            device=runner.device,
+        )
+    except (RuntimeError, ValueError) as error:
+        if config.attention == "fused":
+            raise ConfigError(f'attention is "fused", but {error}. Use "auto" or "fa3".') from None
+        logger.warning("SPARSESPEC scores in a pass of its own: the fused kernel cannot run: %s", error)
+        return None

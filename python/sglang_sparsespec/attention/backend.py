@@ -92,7 +92,7 @@ class SparseSpecAttentionBackend(AttentionBackend):
     def finish_prefill(self) -> None:
         """Make the selections that the prefill just run has scored."""
         if self._device_seed is not None and self.rounds is not None:
-            self.rounds.select(self._device_seed.rows, scored=True)
+            self.rounds.select(self._device_seed.rows, self.rounds.scores)
             self._device_seed = None
 
     def _plan_micro_step(self, step: MicroStepBatch) -> None:

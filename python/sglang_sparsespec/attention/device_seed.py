@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from sglang_sparsespec.attention.interface import LayerKV
+from sglang_sparsespec.attention.paged import ScoredRows
 from sglang_sparsespec.rounds.batch import to_device
-from sglang_sparsespec.rounds.device import SCORE_ALIGN, DeviceRounds, ScoredRows
+from sglang_sparsespec.rounds.device import SCORE_ALIGN, DeviceRounds
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ class FA3Attention(PagedAttention):
         if index_heads > 1:
             # Each KV head is a row of its own, over the pool seen as one KV head.
             q = q.reshape(rows * index_heads, heads // index_heads, dim)
-            lengths = lengths[:, None].expand(rows, index_heads).reshape(-1)
+            lengths = lengths[:, None].expand(rows, index_heads).reshape(-1).contiguous()
         k, v = (t.view(-1, 1, t.shape[1] // index_heads, dim) for t in (layer.k, layer.v))
         out, lse, *_ = self._attend(
             q.unsqueeze(1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 
@@ -16,6 +17,7 @@ class PagedAttention(ABC):
     """
 
     name: str
+    fuses_scores = False  # whether `verify_scored` exists: scores from the verification's own pass over K
 
     @abstractmethod
     def draft(
@@ -50,3 +52,43 @@ class PagedAttention(ABC):
         Returns:
             out [T, heads, D]; natural-log LSE [heads, T] float32.
         """
+
+    def verify_scored(
+        self,
+        layer: LayerKV,
+        q: torch.Tensor,
+        pages: torch.Tensor,
+        rows: ScoredRows,
+        target: ScoreTarget,
+    ) -> torch.Tensor:
+        """`verify` of rows in fixed slots, which also adds up the scores of their keys.
+
+        Args:
+            q: [R * queries, heads, D]. pages: [R, W] int32.
+
+        Returns:
+            out [R * queries, heads, D].
+        """
+        raise NotImplementedError(f"attention {self.name} does not score while it verifies.")
+
+
+@dataclass(frozen=True)
+class ScoredRows:
+    """Verify rows in fixed slots of `queries` tokens each, as the score and select kernels take them."""
+
+    pools: torch.Tensor  # [R] int32
+    first: torch.Tensor  # [R] int32 tokens before the row's first query
+    real: torch.Tensor  # [R] int32 real queries; 0: empty slot
+    prefix: torch.Tensor  # [R] int32 keys that get a score
+    offset: torch.Tensor  # [R] int64 start of the row's scores; -1: they are left out
+    queries: int
+
+
+@dataclass(frozen=True)
+class ScoreTarget:
+    """Where a verification adds its scores, and what it normalises them with."""
+
+    sums: torch.Tensor  # [capacity] or [KV heads, capacity] int32 fixed point
+    reference_lse: torch.Tensor  # [R, queries, heads] float32 estimate; -inf leaves a query out
+    shift: int  # binary places of `sums`
+    scope: str  # "layer" or "kv_head"

@@ -14,25 +14,13 @@ import torch
 from sgl_kernel_ext.buffers import FIELDS, HEADER, MicroStepBuffers, RequestTensors
 
 from sglang_sparsespec.attention.interface import LayerKV
-from sglang_sparsespec.attention.paged import PagedAttention
+from sglang_sparsespec.attention.paged import PagedAttention, ScoredRows, ScoreTarget
 from sglang_sparsespec.config import SparseSpecConfig
 from sglang_sparsespec.rounds.kernels import RoundKernels
 from sglang_sparsespec.rounds.planner import RequestKey, RoundPlan
 from sglang_sparsespec.rounds.state import RequestState
 
 SCORE_ALIGN = 16  # rows start at multiples of this in the score buffer, as `prepare` places them
-
-
-@dataclass(frozen=True)
-class ScoredRows:
-    """Verify rows in fixed slots of `queries` tokens each, as the score and select kernels take them."""
-
-    pools: torch.Tensor  # [R] int32
-    first: torch.Tensor  # [R] int32 tokens before the row's first query
-    real: torch.Tensor  # [R] int32 real queries; 0: empty slot
-    prefix: torch.Tensor  # [R] int32 keys that get a score
-    offset: torch.Tensor  # [R] int64 start of the row's scores; -1: no room
-    queries: int
 
 
 @dataclass(frozen=True)
@@ -50,6 +38,7 @@ class DeviceRounds:
 
     Args:
         slots: most requests of a batch.
+        layers, heads: attention layers, and query heads of each, of this rank's model.
         score_capacity: keys that can be scored at once over all rows, about the tokens of the KV pool.
     """
 
@@ -62,13 +51,15 @@ class DeviceRounds:
         attention: PagedAttention,
         req_to_token: torch.Tensor,
         slots: int,
+        layers: int,
+        heads: int,
         score_capacity: int,
     ) -> None:
         device = req_to_token.device
         self.config, self.state, self.kernels, self.attention = config, state, kernels, attention
         self.slots = slots
         self.queries = config.stride + 1
-        groups, heads, _, cap = state.selected.shape
+        groups, index_heads, rows, cap = state.selected.shape
         self.page_width = cap + config.most_since_selection
         self.capacity = score_capacity
         tokens = slots + slots * self.queries
@@ -80,13 +71,21 @@ class DeviceRounds:
         self.header = self.flat_table[:HEADER]
         self.table = self.flat_table[HEADER:].view(self.queries, 2, slots, FIELDS)
         self.token_buffers = ints(3, tokens, dtype=torch.int64)  # ids, positions, KV slots
-        self.draft_buffers = ints(2, slots)  # pool, length
+        self.draft_buffers = ints(3, slots)  # pool, length, drafts made before
         self.verify_buffers = ints(4, slots)  # pool, first, queries, seqlens
         self.offsets = ints(slots, dtype=torch.int64)
-        self.draft_pages = ints(groups, slots, heads, self.page_width)
+        self.draft_pages = ints(groups, slots, index_heads, self.page_width)
         self.verify_pages = ints(slots, req_to_token.shape[1])
-        lines = (groups, score_capacity) if heads == 1 else (groups, heads, score_capacity)
+        lines = (groups, score_capacity) if index_heads == 1 else (groups, index_heads, score_capacity)
         self.scores = ints(*lines, dtype=torch.int16)
+        self.fused = attention.fuses_scores and self.scores_needed
+        if self.fused:
+            self.sums = ints(*lines)  # all zero between verifications: selecting clears what it read
+            self.lse = torch.full((layers, rows, self.queries, heads), float("-inf"), device=device)
+        # Sums of up to Q probabilities of all heads must fit 31 bits.
+        self.shift = min(22, 30 - (self.queries * heads).bit_length())
+        self._draft_lse: list[torch.Tensor] = []  # of the micro-step being run, a tensor a layer
+        self._reference_lse: torch.Tensor | None = None
         self.out_tokens = ints(slots, self.queries, dtype=torch.int64)
         self.out_lens = ints(slots, dtype=torch.int64)
         self.requests = RequestTensors(
@@ -103,6 +102,8 @@ class DeviceRounds:
     def reset(self) -> None:
         """Forget all requests: the KV cache was flushed."""
         self.state.zero()
+        if self.fused:
+            self.sums.zero_()
         if self.config.selector == "window":
             sink = min(self.config.sink, self.state.selected.shape[-1])
             self.state.selected[..., :sink] = torch.arange(sink, dtype=torch.int32, device=self.header.device)
@@ -147,6 +148,7 @@ class DeviceRounds:
             out_cache_loc=loc,
             draft_pool=self.draft_buffers[0, :nd],
             draft_len=self.draft_buffers[1, :nd],
+            draft_at=self.draft_buffers[2, :nd],
             verify_pool=pool,
             first=first,
             verify_queries=real,
@@ -162,6 +164,19 @@ class DeviceRounds:
         self.kernels.prepare(buffers, self.requests, page_width=self.page_width, capacity=self.capacity)
         self.kernels.draft_pages(buffers, self.requests, self.draft_pages)
         self.kernels.verify_pages(buffers, self.requests, self.verify_pages)
+        self._draft_lse.clear()
+        if self.fused and step.scored and step.rows is not None:
+            self._reference_lse = self._estimate_lse(step.rows)
+
+    def _estimate_lse(self, rows: ScoredRows) -> torch.Tensor:
+        """LSE that the drafts saw at the positions being verified, [layers, R, queries, heads].
+
+        A selection holds most of the mass, so it is close to the true one. The last query has no draft: it is
+        left out, and a row without drafts keeps its selection.
+        """
+        rows.offset.masked_fill_(rows.real < 2, -1)
+        drafted = torch.arange(self.queries, device=self.lse.device) < (rows.real - 1)[:, None]
+        return self.lse[:, rows.pools.long()].masked_fill_(~drafted[None, :, :, None], float("-inf"))
 
     def attend(self, step: DeviceStep, layer: LayerKV, q: torch.Tensor) -> torch.Tensor:
         """One layer of the micro-step: q [T, heads, D], its KV already stored. Returns [T, heads, D]."""
@@ -170,21 +185,37 @@ class DeviceRounds:
         parts = []
         if nd:
             pages = self.draft_pages[layer.index // self.config.score_layer_stride][:nd]
-            parts.append(self.attention.draft(layer, q[:nd], pages, buffers.draft_len)[0])
-        if nv:
-            out, lse = self.attention.verify(
-                layer, q[nd:], self.verify_pages[:nv], buffers.seqlens, step.starts, self.queries
-            )
+            out, lse = self.attention.draft(layer, q[:nd], pages, buffers.draft_len)
             parts.append(out)
-            if step.scored and step.rows is not None:
-                self.score(layer, q[nd:], lse, self.verify_pages[:nv], step.rows)
+            if self.fused:
+                self._draft_lse.append(lse)
+        if nv:
+            parts.append(self._verify(step, layer, q[nd:]))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _verify(self, step: DeviceStep, layer: LayerKV, q: torch.Tensor) -> torch.Tensor:
+        buffers, rows = step.buffers, step.rows
+        pages = self.verify_pages[: buffers.nv]
+        group, rest = divmod(layer.index, self.config.score_layer_stride)
+        scored = step.scored and rows is not None and not rest and self.scores_needed
+        if scored and self.fused and rows is not None and self._reference_lse is not None:
+            target = ScoreTarget(
+                self.sums[group], self._reference_lse[layer.index], self.shift, self.config.index_scope
+            )
+            return self.attention.verify_scored(layer, q, pages, rows, target)
+        out, lse = self.attention.verify(layer, q, pages, buffers.seqlens, step.starts, self.queries)
+        if scored and rows is not None:
+            self.score(layer, q, lse, pages, rows)
+        return out
 
     def finish(self, step: DeviceStep, logits: torch.Tensor) -> None:
         """After the model: selections, then drafts and acceptance of greedy batches. logits: [T, V]."""
-        if step.rows is not None:
-            self.select(step.rows, scored=step.scored)
+        if step.rows is not None and step.scored:
+            self.select(step.rows, self.sums if self.fused else self.scores, clear=self.fused)
         drafted = step.buffers.nd
+        if self._draft_lse:
+            at = (step.buffers.draft_pool.long(), step.buffers.draft_at.long())
+            self.lse[:, at[0], at[1]] = torch.stack(self._draft_lse)
         picked = logits.argmax(dim=-1)
         if self.config.debug_drafts == "wrong" and drafted:
             picked[:drafted] = logits[:drafted].argmin(dim=-1)
@@ -200,10 +231,7 @@ class DeviceRounds:
     def score(
         self, layer: LayerKV, q: torch.Tensor, lse: torch.Tensor, pages: torch.Tensor, rows: ScoredRows
     ) -> None:
-        """Score the keys of one layer, if it is one whose scores are kept. q: [R * queries, heads, D]."""
-        group, rest = divmod(layer.index, self.config.score_layer_stride)
-        if rest or not self.scores_needed:
-            return
+        """Score the keys of one layer that starts a group of layers. q: [R * queries, heads, D]."""
         self.kernels.score_keys(
             q,
             layer.k,
@@ -213,23 +241,25 @@ class DeviceRounds:
             rows.real,
             rows.prefix,
             rows.offset,
-            self.scores[group],
+            self.scores[layer.index // self.config.score_layer_stride],
             padded_queries=rows.queries,
             scale=layer.scale,
             scope=self.config.index_scope,
         )
 
-    def select(self, rows: ScoredRows, *, scored: bool) -> None:
-        """Make the selections of rows just scored, for all layers, and let drafts use them from now on."""
-        if not scored:
-            return
+    def select(self, rows: ScoredRows, scores: torch.Tensor, *, clear: bool = False) -> None:
+        """Make the selections of rows just scored, for all layers, and let drafts use them from now on.
+
+        Args:
+            scores: as `self.scores` (sortable) or `self.sums` (fixed point, to be zeroed with `clear`).
+        """
         config = self.config
         window = config.selector == "window"
         if config.selector == "random":
-            self.scores.random_(0, 0x7F80)
+            scores.random_(0, 0x7F80)
         if not window:
             self.kernels.select(
-                self.scores,
+                scores,
                 rows.offset,
                 rows.prefix,
                 rows.pools,
@@ -238,6 +268,7 @@ class DeviceRounds:
                 min_tokens=config.min_tokens,
                 sink=config.sink,
                 recent=config.recent,
+                clear=clear,
             )
         self.kernels.settle(
             rows.pools,

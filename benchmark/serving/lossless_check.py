@@ -1,7 +1,7 @@
 """Does SPARSESPEC answer as the model alone does? One server without it, then one for every variant,
 same prompts.
 
-    python benchmark/serving/eager_check.py --model-path DIR --prompts
+    python benchmark/serving/lossless_check.py --model-path DIR --prompts
     benchmark/reasoner/prompts-2k.jsonl --out R.json
 
 For every variant: answers right, token ids equal to those without speculation (in bfloat16 two correct
@@ -32,6 +32,9 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "pillar": {},
     "pillar-kv_head": {"index_scope": "kv_head"},
     "pillar-unified": {"schedule": "unified"},
+    "pillar-flashinfer": {"attention": "flashinfer"},
+    "pillar-stride2": {"score_layer_stride": 2},
+    "pillar-every2": {"score_every": 2},
     "window": {"selector": "window"},
 }
 

@@ -1,0 +1,170 @@
+"""Tables and a plot of sweep results: speed-up against concurrency, one curve a context.
+
+    python benchmark/serving/plot.py sweep.json [more.json] --png sweep.png --markdown sweep.md
+
+Speed-up is against plain decoding of the same cell in the same run; where a run lacks it, of another given
+run with the same model, machine and settings. Needs matplotlib for --png.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import results
+
+COLUMNS = {
+    "algorithm": "algorithm",
+    "context": "context",
+    "concurrency": "requests",
+    "tokens_per_s": "tokens/s",
+    "speedup": "speed-up",
+    "acceptance_length": "acceptance",
+    "step_ms": "step ms",
+    "kv_usage": "KV used",
+    "equal_to_plain": "ids as plain",
+}
+RUN_COLUMNS = {
+    "algorithm": "algorithm",
+    "prompts": "prompts",
+    "concurrency": "at a time",
+    "tokens_per_s": "tokens/s",
+    "speedup": "speed-up",
+    "acceptance_length": "acceptance",
+    "right": "right",
+    "problems": "of",
+}
+DIGITS = {
+    "tokens_per_s": ",.1f",
+    "speedup": ".2f",
+    "acceptance_length": ".2f",
+    "step_ms": ".2f",
+    "kv_usage": ".0%",
+}
+MARKS = {"sparsespec": "o-", "ngram": "s--", "plain": "^:"}
+
+
+def rows_of(runs: Sequence[dict[str, Any]], kind: str = "cells") -> list[dict[str, Any]]:
+    """Entries of all runs with their `speedup`, None where no plain decoding of the same cell is known."""
+
+    def cell(entry: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(entry.get(key) for key in ("context", "concurrency", "new_tokens", "lead", "prompts"))
+
+    def place(run: dict[str, Any]) -> tuple[Any, ...]:
+        return run.get("model"), str(run["machine"])
+
+    plain: dict[tuple[Any, ...], float] = {}
+    for number, run in enumerate(runs):
+        for entry in run[kind]:
+            if entry["algorithm"] == "plain" and entry["status"] == "ok":
+                plain[number, *cell(entry)] = entry["tokens_per_s"]
+                plain.setdefault((place(run), *cell(entry)), entry["tokens_per_s"])
+    rows = []
+    for number, run in enumerate(runs):
+        for entry in run[kind]:
+            base = plain.get((number, *cell(entry))) or plain.get((place(run), *cell(entry)))
+            ok = entry["status"] == "ok" and base
+            rows.append({**entry, "speedup": entry["tokens_per_s"] / base if ok else None})
+    return rows
+
+
+def _cells(row: dict[str, Any], columns: dict[str, str]) -> list[str]:
+    values = []
+    for key in columns:
+        value = row.get(key)
+        if key == "tokens_per_s" and row["status"] != "ok":
+            value = row["status"]
+        values.append(
+            ""
+            if value is None
+            else format(value, DIGITS.get(key, ""))
+            if not isinstance(value, str)
+            else value
+        )
+    return values
+
+
+def text_table(runs: Sequence[dict[str, Any]], *, markdown: bool = False) -> str:
+    """All cells, then all runs of prompts files, as text with aligned columns or as markdown."""
+    parts = []
+    for kind, columns in (("cells", COLUMNS), ("prompt_runs", RUN_COLUMNS)):
+        rows = rows_of(runs, kind)
+        if not rows:
+            continue
+        body = [_cells(row, columns) for row in rows]
+        widths = [max(map(len, column)) for column in zip(columns.values(), *body, strict=True)]
+        lines = [
+            [text.rjust(width) for text, width in zip(line, widths, strict=True)]
+            for line in [list(columns.values()), *body]
+        ]
+        if markdown:
+            rule = "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|"
+            table = ["| " + " | ".join(line) + " |" for line in lines]
+            parts.append("\n".join([table[0], rule, *table[1:]]))
+        else:
+            parts.append("\n".join("  ".join(line) for line in lines))
+    return "\n\n".join(parts)
+
+
+def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
+    """Write the PNG plot. Raises SystemExit where matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        raise SystemExit("--png needs matplotlib: pip install matplotlib") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    rows = [row for row in rows_of(runs) if row["speedup"] is not None]
+    contexts = sorted({row["context"] for row in rows})
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    for at, context in enumerate(contexts):
+        for algorithm in ("sparsespec", "ngram"):
+            # Later runs replace earlier ones of the same cell.
+            points = {r["concurrency"]: r["speedup"] for r in rows
+                      if r["context"] == context and r["algorithm"] == algorithm}  # fmt: skip
+            if points:
+                x = sorted(points)
+                axes.plot(x, [points[n] for n in x], MARKS[algorithm], color=f"C{at % 10}",
+                          label=f"{algorithm}, context {context:,}")  # fmt: skip
+    axes.axhline(1, color="black", linewidth=1, label="plain decoding")
+    axes.set_xscale("log", base=2)
+    ticks = sorted({row["concurrency"] for row in rows})
+    axes.set_xticks(ticks, [str(n) for n in ticks])
+    axes.set_ylim(bottom=0)
+    axes.set(xlabel="requests decoding together", ylabel="decode throughput / plain decoding")
+    gpus = {", ".join(run["machine"]["gpus"]) or run["machine"]["cpu"] for run in runs}
+    axes.set_title(
+        f"{', '.join(sorted({run['model'] for run in runs}))} on {'; '.join(sorted(gpus))}", fontsize=9
+    )
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", type=Path, nargs="+", help="result files of sweep.py")
+    parser.add_argument("--png", type=Path, help="write the plot to this file")
+    parser.add_argument("--markdown", type=Path, help="write the tables to this file")
+    args = parser.parse_args(argv)
+    try:
+        runs = [run for path in args.files for run in results.read(path)["runs"]]
+    except results.ResultsError as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(text_table(runs))
+    if args.markdown:
+        args.markdown.write_text(text_table(runs, markdown=True) + "\n", encoding="utf-8")
+    if args.png:
+        draw(runs, args.png)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

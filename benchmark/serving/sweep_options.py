@@ -1,0 +1,124 @@
+"""Options of the sweep, and the flags of its servers."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+import traces
+from sglang_sparsespec._client import load_problems
+from sglang_sparsespec.config import CONFIG_ENV, resolve_config
+
+ALGORITHMS = ("plain", "sparsespec", "ngram")
+RESERVED = (
+    "--model-path",
+    "--model",
+    "--host",
+    "--port",
+    "--speculative-algorithm",
+    "--sparsespec-config",
+    "--incremental-streaming-output",
+)
+
+
+class UsageError(ValueError):
+    """An option that cannot be used. The text names it, what was given and what to do."""
+
+
+def parse_args(argv: Sequence[str] | None = None, description: str | None = None) -> argparse.Namespace:
+    """Parse and check the options. Raises UsageError, PromptsError or ConfigError for what cannot be used."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model-path", "--model", required=True, help="model folder or name, the same for all servers")
+    add("--out", type=Path, required=True, help="JSON file; an existing one gets one more run")
+    add("--algorithms", default="plain,sparsespec,ngram", help="which, in this order (default: all three)")
+    add("--context", type=_positive, nargs="*", default=[8192], help="L, tokens of a prompt; empty: no cells")
+    add("--concurrency", type=_positive, nargs="+", default=[1, 16, 48], help="N, requests of a cell")
+    add("--max-new-tokens", type=_positive, default=256, help="M, tokens measured at most (default 256)")
+    add(
+        "--lead",
+        type=_natural,
+        default=0,
+        help="tokens decoded before the clock starts, within L (default 0)",
+    )
+    add("--traces", type=Path, help="JSON file that keeps the prompts; made when missing")
+    add(
+        "--seed", type=int, default=1, help="of the prompts and, as --random-seed, of the servers (default 1)"
+    )
+    add("--prompts", type=Path, help="also answer this prompts file from start to end")
+    add("--concurrency-run", type=_positive, default=34, help="problems answered at a time (default 34)")
+    add("--max-answer-tokens", type=_positive, default=16384, help="longest answer (default 16384)")
+    add("--server-flags", default="", help="more of every server: --server-flags='--tp-size 2'")
+    add(
+        "--sparsespec-config",
+        metavar="JSON",
+        help="of the SPARSESPEC server: JSON or the path of a JSON file",
+    )
+    add("--ngram-flags", default="", help="more flags of the NGRAM server (default: SGLang's own defaults)")
+    add("--start-timeout", type=_positive, default=900, help="seconds until a server must be ready")
+    add("--cell-timeout", type=_positive, default=300, help="seconds for one cell, prefill included")
+    add("--run-timeout", type=_positive, default=900, help="seconds for one run of the prompts file")
+    add("--time-limit", type=_positive, default=7200, help="seconds after which nothing new is started")
+    return check_args(parser.parse_args(argv))
+
+
+def check_args(args: argparse.Namespace) -> argparse.Namespace:
+    """Resolve lists and refuse what cannot be used, before a server is started."""
+    args.algorithms = [name for name in args.algorithms.split(",") if name]
+    if unknown := [name for name in args.algorithms if name not in ALGORITHMS]:
+        raise UsageError(f"--algorithms: unknown {', '.join(unknown)}; there are {', '.join(ALGORITHMS)}.")
+    args.server_flags, args.ngram_flags = shlex.split(args.server_flags), shlex.split(args.ngram_flags)
+    for flag in [*args.server_flags, *args.ngram_flags]:
+        if flag.split("=")[0] in RESERVED:
+            raise UsageError(f"{flag.split('=')[0]} is set by the sweep itself; leave it out of the flags.")
+    args.context, args.concurrency = sorted(set(args.context)), sorted(set(args.concurrency))
+    if args.context and min(args.context) <= traces.CHAIN_TOKENS + args.lead:
+        raise UsageError(f"--context: needs more than {traces.CHAIN_TOKENS} tokens and --lead.")
+    if not args.context and args.prompts is None:
+        raise UsageError("nothing to measure: give --context, --prompts, or both.")
+    args.problems = load_problems(args.prompts) if args.prompts else []
+    environ = {**os.environ, CONFIG_ENV: args.sparsespec_config} if args.sparsespec_config else None
+    resolve_config(environ=environ)
+    return args
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"needs a whole number from 1 up, got {text!r}")
+    return int(text)
+
+
+def _natural(text: str) -> int:
+    return 0 if text == "0" else _positive(text)
+
+
+def server_flags(algorithm: str, args: argparse.Namespace, device: str) -> list[str]:
+    """The flags of one server. Servers differ in nothing but the speculation."""
+    flags = list(args.server_flags)
+    given = {flag.split("=")[0] for flag in flags}
+    most = max(
+        [*(args.concurrency if args.context else []), *([args.concurrency_run] if args.prompts else [])]
+    )
+    # NGRAM would set 48 by itself, and then another graph would serve the same batch.
+    defaults = {"--max-running-requests": str(most), "--random-seed": str(args.seed)}
+    if device == "cpu":
+        defaults["--dtype"] = "float32"
+    flags += [part for flag, value in defaults.items() if flag not in given for part in (flag, value)]
+    if algorithm == "sparsespec":
+        flags += ["--speculative-algorithm", "SPARSESPEC"]
+        flags += ["--sparsespec-config", args.sparsespec_config] if args.sparsespec_config else []
+    elif algorithm == "ngram":
+        flags += ["--speculative-algorithm", "NGRAM", *args.ngram_flags]
+    return flags
+
+
+def server_env(args: argparse.Namespace, device: str) -> dict[str, str]:
+    env = {"HF_HUB_OFFLINE": "1"} if Path(args.model_path).is_dir() else {}
+    if device == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        env["OMP_NUM_THREADS"] = "1"
+    return env

@@ -1,0 +1,61 @@
+"""Verification that scores its keys in the same pass over K: our CUDA kernel beside FlashAttention 3."""
+
+from __future__ import annotations
+
+import torch
+
+from sglang_sparsespec.attention.fa3 import FA3Attention
+from sglang_sparsespec.attention.interface import LayerKV
+from sglang_sparsespec.attention.paged import ScoredRows, ScoreTarget
+
+
+class FusedAttention(FA3Attention):
+    """FA3, but for verifications that make selections: those emit scores, normalised by the drafts' LSE.
+
+    Args:
+        heads, kv_heads, head_dim: of this rank's layers. queries: k+1.
+
+    Raises:
+        RuntimeError: the kernel does not compile.
+    """
+
+    name = "fused"
+    fuses_scores = True
+
+    def __init__(
+        self, *, heads: int, kv_heads: int, head_dim: int, queries: int, device: torch.device | str
+    ) -> None:
+        from sgl_kernel_ext import cuda
+
+        super().__init__()
+        self._verify_attention = cuda.verify_attention
+        size = cuda.workspace_size(head_dim, heads // kv_heads, queries, torch.device(device))
+        # The layers of a micro-step run one after the other.
+        self._workspace = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def verify_scored(
+        self,
+        layer: LayerKV,
+        q: torch.Tensor,
+        pages: torch.Tensor,
+        rows: ScoredRows,
+        target: ScoreTarget,
+    ) -> torch.Tensor:
+        out, _ = self._verify_attention(
+            q.contiguous(),
+            layer.k,
+            layer.v,
+            pages,
+            rows.first,
+            rows.real,
+            padded_queries=rows.queries,
+            scale=layer.scale,
+            ref_lse=target.reference_lse,
+            offset=rows.offset,
+            prefix=rows.prefix,
+            score=target.sums,
+            shift=target.shift,
+            scope=target.scope,
+            workspace=self._workspace,
+        )
+        return out
