@@ -15,8 +15,8 @@ HASH := $(shell sha256sum pyproject.toml | cut -c1-12)
 VENV ?= $(CACHE)/venv-$(HASH)
 PY := $(VENV)/bin/python
 # Where several clones share an environment, each runs its own code, whichever was linked last.
-export PYTHONPATH := $(CURDIR)/python$(if $(PYTHONPATH),:$(PYTHONPATH))
-SOURCES := python test benchmark
+export PYTHONPATH := $(CURDIR)/python:$(CURDIR)/sgl-kernel-ext$(if $(PYTHONPATH),:$(PYTHONPATH))
+SOURCES := python test benchmark sgl-kernel-ext
 
 .PHONY: help venv demo doctor test test-unit test-optimized test-server test-gpu lint format bench-reasoner \
   clean clean-venvs
@@ -26,7 +26,7 @@ help:
 	make demo            problems solved with and without SPARSESPEC, checked and compared
 	make doctor          what is installed, what would be used, a short self-test
 	make test            all checks: lint, unit, contract, optimized, server (what CI runs)
-	make test-unit       unit and contract tests, no server
+	make test-unit       unit and contract tests, no server; kernels in Triton's interpreter
 	make test-optimized  unit tests once more with PYTHONOPTIMIZE=1
 	make test-server     tests against real servers
 	make test-gpu        kernels against the reference; skipped without a CUDA device
@@ -66,7 +66,8 @@ venv:
 	if complete; then
 	  echo "Pointing $$venv at this clone."
 	  rm -f "$$venv/.clone"
-	  install --quiet --no-deps --no-build-isolation -e . 2>/dev/null || install --quiet --no-deps -e . \
+	  install --quiet --no-deps --no-build-isolation -e . -e ./sgl-kernel-ext 2>/dev/null \
+	    || install --quiet --no-deps -e . -e ./sgl-kernel-ext \
 	    || fail "the package could not be linked into $$venv. Remove that folder and start again."
 	  echo '$(CURDIR)' > "$$venv/.clone"
 	  exit 0
@@ -96,7 +97,7 @@ venv:
 	find "$$venv" -mindepth 1 -maxdepth 1 ! -name .made-by-make -exec rm -rf {} +
 	"$$python" -m venv "$$venv" || fail "the environment could not be made in $$venv."
 	started=$$SECONDS
-	install -e '.[dev]' || fail \
+	install -e '.[dev]' -e ./sgl-kernel-ext || fail \
 	  "the installation failed; the reason stands above. What was started is made anew the next time." \
 	  "It downloads from a Python package index. Where there is no network, give a folder of wheels:" \
 	  "  make venv PIP_FLAGS='--no-index --find-links=DIR'" \
@@ -120,6 +121,7 @@ test: venv
 
 test-unit: venv
 	@'$(PY)' -m pytest test/unit test/contract $(PYTEST_FLAGS)
+	'$(PY)' -m pytest -c sgl-kernel-ext/pyproject.toml sgl-kernel-ext/tests $(PYTEST_FLAGS)
 
 test-optimized: venv
 	@PYTHONOPTIMIZE=1 '$(PY)' -m pytest test/unit $(PYTEST_FLAGS)
@@ -129,6 +131,7 @@ test-server: venv
 
 test-gpu: venv
 	@'$(PY)' -m pytest test/gpu $(PYTEST_FLAGS)
+	'$(PY)' -m pytest -c sgl-kernel-ext/pyproject.toml sgl-kernel-ext/tests $(PYTEST_FLAGS)
 
 lint: venv
 	@'$(PY)' -m ruff check $(SOURCES)

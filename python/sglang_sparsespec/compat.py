@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import gc
 import hashlib
 import inspect
 import json
@@ -248,6 +249,19 @@ def graph_batch_sizes() -> list[int]:
 
 
 @contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A CUDA object that the collector frees in the middle of a capture would invalidate it."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
 def capture_graphs() -> Iterator[Callable[[Callable[[], Any]], tuple[Any, Any]]]:
     """Capture on SGLang's capture stream, into its graph memory pool, with its collectives prepared.
 
@@ -266,7 +280,8 @@ def capture_graphs() -> Iterator[Callable[[Callable[[], Any]], tuple[Any, Any]]]
     pool = get_or_create_global_graph_memory_pool(torch.cuda)
     set_graph_pool_id(pool)
 
-    with model_capture_mode(), graph_capture(stream=get_or_create_global_graph_capture_stream()) as context:
+    stream = get_or_create_global_graph_capture_stream()
+    with _no_garbage_collection(), model_capture_mode(), graph_capture(stream=stream) as context:
 
         def capture_one(function: Callable[[], Any]) -> tuple[Any, Any]:
             for _ in range(2):

@@ -21,8 +21,8 @@ PLAN = [
     Spec("plain-with-plugin", "reasoner"),
     Spec("plain-qwen3", "qwen3"),
     Spec("plain-llama", "llama"),
-    # Every selector and debug mode, k in {1, 3, 8}, both schedules and index scopes; every other one
-    # under -O.
+    # Every selector and debug mode, k in {1, 3, 8}, both schedules and index scopes, host-planned rounds and
+    # those of the CUDA-graph path (torch_paged); every other one under -O.
     _spec("pillar-k8", "reasoner", stride=8, min_tokens=64, args=("--enable-metrics",)),
     _spec("window-k8", "reasoner", stride=8, min_tokens=64, selector="window", env=OPTIMIZED),
     _spec("wrong-k3-unified", "reasoner", stride=3, debug_drafts="wrong", schedule="unified"),
@@ -35,6 +35,7 @@ PLAN = [
         min_tokens=16,
         selector="random",
         schedule="unified",
+        attention="torch_paged",
         args=("--max-total-tokens", "6000", "--chunked-prefill-size", "256"),
         env=(("SGLANG_TEST_RETRACT", "1"), *OPTIMIZED),
     ),
@@ -46,6 +47,8 @@ PLAN = [
         min_tokens=8,
         index_scope="kv_head",
         schedule="unified",
+        attention="torch_paged",
+        score_every=2,
         env=OPTIMIZED,
     ),
     _spec("full-k1", "qwen3", stride=1, budget_ratio=1.0),
@@ -54,7 +57,8 @@ PLAN = [
         "llama",
         stride=8,
         min_tokens=8,
-        index_scope="kv_head",
+        attention="torch_paged",
+        score_layer_stride=2,
         env=OPTIMIZED,
         args=("--tp", "2"),
     ),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 
 from sglang_sparsespec.attention.interface import LayerKV
-from sglang_sparsespec.attention.paged import PagedAttention
+from sglang_sparsespec.attention.paged import PagedAttention, ScoredRows, ScoreTarget
 
 
 class TorchPagedAttention(PagedAttention):
-    """Slow and obvious; reads lengths on the host."""
+    """Slow and obvious; reads lengths on the host. Scores while it verifies, as the fused kernel does."""
 
     name = "torch_paged"
+    fuses_scores = True
 
     def draft(
         self, layer: LayerKV, q: torch.Tensor, pages: torch.Tensor, lengths: torch.Tensor
@@ -48,6 +49,46 @@ class TorchPagedAttention(PagedAttention):
             slots = pages[row, :length].long()
             out[mine], lse[:, mine] = _attend(q[mine], layer.k[slots], layer.v[slots], layer.scale)
         return out, lse
+
+    def verify_scored(
+        self,
+        layer: LayerKV,
+        q: torch.Tensor,
+        pages: torch.Tensor,
+        rows: ScoredRows,
+        target: ScoreTarget,
+    ) -> torch.Tensor:
+        out = torch.zeros_like(q)
+        for row, (first, real) in enumerate(zip(rows.first.tolist(), rows.real.tolist(), strict=True)):
+            if not real:
+                continue
+            mine = slice(row * rows.queries, row * rows.queries + real)
+            slots = pages[row, : first + real].long()
+            k = layer.k[slots]
+            out[mine], _ = _attend(q[mine], k, layer.v[slots], layer.scale)
+            if rows.offset[row] >= 0:
+                sums = _score_sums(q[mine], k, layer.scale, target, target.reference_lse[row, :real])
+                place = slice(int(rows.offset[row]), int(rows.offset[row]) + int(rows.prefix[row]))
+                target.sums[..., place] += sums[..., : place.stop - place.start]
+        return out
+
+
+def _score_sums(
+    q: torch.Tensor, k: torch.Tensor, scale: float, target: ScoreTarget, reference_lse: torch.Tensor
+) -> torch.Tensor:
+    """Fixed-point scores of a row's keys, [L] or [KV heads, L] int32; rounded for each KV head."""
+    queries, heads, _ = q.shape
+    kv_heads = k.shape[1]
+    k = k.repeat_interleave(heads // kv_heads, dim=1).float()
+    scores = torch.einsum("qhd,lhd->qhl", q.float(), k) * scale
+    likely = torch.exp(scores - reference_lse[..., None]).clamp(max=1.0)
+    last = len(k) - queries + torch.arange(queries, device=q.device)
+    sees = torch.arange(len(k), device=q.device) <= last[:, None]
+    known = reference_lse.isfinite()[..., None]
+    likely = torch.where(sees[:, None] & known, likely, 0.0)
+    by_head = likely.unflatten(1, (kv_heads, -1)).sum(dim=(0, 2))
+    sums = torch.round(by_head * float(1 << target.shift)).to(torch.int32)
+    return sums if target.scope == "kv_head" else sums.sum(dim=0, dtype=torch.int32)
 
 
 def _attend(

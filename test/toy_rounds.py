@@ -1,0 +1,167 @@
+"""A toy model behind the CUDA-graph path: attention layers over embedded tokens and an output matrix.
+
+That is enough for every kernel of a round. On a CPU the kernels are their references; nothing is captured.
+"""
+
+import gc
+from types import SimpleNamespace
+
+import torch
+from sglang_sparsespec.attention.interface import LayerKV
+from sglang_sparsespec.config import SparseSpecConfig
+from sglang_sparsespec.metrics import PhaseTimer
+from sglang_sparsespec.rounds.device import DeviceRounds
+from sglang_sparsespec.rounds.graphs import plan_keys
+from sglang_sparsespec.rounds.kernels import load_kernels
+from sglang_sparsespec.rounds.planner import RequestKey, RoundPlanner
+from sglang_sparsespec.rounds.replayed import ReplayedRounds
+from sglang_sparsespec.rounds.state import RequestState
+
+SLOTS, CONTEXT, LAYERS, HEADS, KV_HEADS, DIM, VOCABULARY = 6, 600, 3, 8, 2, 64, 40
+
+
+def committed_at_first(pool: int) -> int:
+    return 300 + 7 * pool
+
+
+class Toy:
+    """Requests 1..SLOTS, each with random KV of `committed_at_first` tokens; request p's last token is p."""
+
+    def __init__(
+        self, config: SparseSpecConfig, attention, *, graphs=False, device="cpu", capacity=SLOTS * CONTEXT
+    ):
+        torch.manual_seed(0)
+        self.config, self.device = config, device
+        self.dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        rows = SLOTS + 1
+        self.table = (torch.randperm(rows * CONTEXT).int() + 1).view(rows, CONTEXT).to(device)
+        self.state = RequestState(
+            rows=rows,
+            stride=config.stride,
+            support=config.draft_support,
+            layers=config.selection_groups(LAYERS),
+            heads=1 if config.index_scope == "layer" else KV_HEADS,
+            max_selected=config.budget(CONTEXT),
+            device=device,
+        )
+        device_rounds = DeviceRounds(
+            config=config,
+            state=self.state,
+            kernels=load_kernels(device),
+            attention=attention,
+            req_to_token=self.table,
+            slots=SLOTS,
+            layers=LAYERS,
+            heads=HEADS,
+            score_capacity=capacity,
+        )
+        self.k, self.v = (self._random(LAYERS, rows * CONTEXT + 1, KV_HEADS, DIM) for _ in "kv")
+        self.embed = self._random(VOCABULARY, HEADS * DIM)
+        self.to_kv = self._random(HEADS * DIM, 2 * KV_HEADS * DIM) / 16
+        keys, _ = plan_keys(
+            [1, 2, 4, SLOTS] if graphs else [],
+            stride=config.stride,
+            schedule=config.schedule,
+            score_every=config.score_every,
+        )
+        generator = torch.Generator(device).manual_seed(1)
+        self.rounds = ReplayedRounds(
+            config, device_rounds, self.forward, generator, PhaseTimer(device), keys=keys
+        )
+        self.planner = RoundPlanner(config.stride, config.schedule)
+        if graphs:
+            capture(self.rounds.graphs)
+        self.committed = {pool: committed_at_first(pool) for pool in range(1, rows)}
+        for pool, length in self.committed.items():
+            self.state.begin_window(
+                torch.tensor([pool], device=device), torch.tensor([length], device=device)
+            )
+            self.state.tokens[pool, 0] = pool
+
+    def _random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape).to(self.dtype).to(self.device)
+
+    def _layer(self, index: int, x: torch.Tensor, loc: torch.Tensor) -> LayerKV:
+        k, v = (x @ self.to_kv).view(-1, 2, KV_HEADS, DIM).unbind(1)
+        self.k[index][loc], self.v[index][loc] = k, v
+        return LayerKV(index=index, k=self.k[index], v=self.v[index], scale=DIM**-0.5, heads=HEADS)
+
+    def _embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.embed[ids] + torch.sin(positions[:, None] * 0.1).to(self.dtype)
+
+    def forward(self, step) -> torch.Tensor:
+        b = step.buffers
+        x = self._embed(b.input_ids, b.positions)
+        for index in range(LAYERS):
+            layer = self._layer(index, x, b.out_cache_loc)
+            x = x + self.rounds.rounds.attend(step, layer, x.view(-1, HEADS, DIM)).reshape(len(x), -1)
+        return x.float() @ self.embed.float().T
+
+    def plain(self, pool: int, count: int) -> list[int]:
+        """The next `count` greedy tokens of a request: full attention, step by step; overwrites KV."""
+        tokens, at = [pool], committed_at_first(pool)
+        for _ in range(count):
+            x = self._embed(torch.tensor(tokens[-1:]), torch.tensor([at]))
+            slots = self.table[pool, : at + 1].long()
+            for index in range(LAYERS):
+                layer = self._layer(index, x, slots[-1:])
+                k, v = (t[slots].repeat_interleave(HEADS // KV_HEADS, dim=1) for t in (layer.k, layer.v))
+                weights = torch.einsum("hd,lhd->hl", x.view(HEADS, DIM), k) * layer.scale
+                x = x + torch.einsum("hl,lhd->hd", weights.softmax(dim=-1), v).reshape(1, -1)
+            tokens.append(int((x @ self.embed.T).argmax()))
+            at += 1
+        return tokens[1:]
+
+    def run(self, pools: list[int], *, greedy: bool = True) -> list[list[int]]:
+        """One round. On a GPU any wait for the device within it raises."""
+        count = len(pools)
+        info = SimpleNamespace(
+            temperatures=torch.full((count, 1), 1.0, device=self.device),
+            top_ks=torch.full((count,), 1 if greedy else 1 << 30, device=self.device),
+            top_ps=torch.ones(count, device=self.device),
+            min_ps=torch.zeros(count, device=self.device),
+            is_all_greedy=greedy,
+            need_top_k_sampling=False,
+            need_top_p_sampling=False,
+            need_min_p_sampling=False,
+            is_any_greedy=greedy,
+        )
+        batch = SimpleNamespace(
+            seq_lens=torch.tensor([self.committed[p] for p in pools], device=self.device),
+            req_pool_indices=torch.tensor(pools, device=self.device),
+            sampling_info=info,
+        )
+        keys = [RequestKey(pool, 0) for pool in pools]
+        plan = self.planner.plan_round(keys)
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            outcome = self.rounds.run(batch, keys, plan)
+        finally:
+            if self.device == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+        lengths = outcome.lengths.tolist()
+        for pool, length in zip(pools, lengths, strict=True):
+            self.committed[pool] += length
+        assert outcome.committed.tolist() == [self.committed[p] for p in pools]
+        return [row[:n] for row, n in zip(outcome.tokens.tolist(), lengths, strict=True)]
+
+
+def capture(graphs) -> None:
+    """As `MicroStepGraphs.capture` does within SGLang, without it."""
+    gc.collect()  # a graph of an earlier test that dies during a capture would break it
+    stream = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    for key in graphs._keys:
+        step = graphs.rounds.step(key.nd, key.nv, scored=key.scored)
+        for _ in range(2):
+            with torch.cuda.stream(stream):
+                graphs.rounds.flat_table.zero_()
+                graphs._run(step)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            out = graphs._run(step)
+        graphs._graphs[key] = (graph, out)
+    graphs.rounds.reset()

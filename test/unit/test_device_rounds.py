@@ -1,0 +1,135 @@
+"""Rounds of the CUDA-graph path on the CPU, on kernel references: the output is that of plain decoding."""
+
+import dataclasses
+import random
+
+import pytest
+import torch
+from sglang_sparsespec.attention.interface import LayerKV
+from sglang_sparsespec.attention.paged import ScoredRows, ScoreTarget
+from sglang_sparsespec.attention.paged_reference import TorchPagedAttention
+from sglang_sparsespec.config import SparseSpecConfig
+from sglang_sparsespec.rounds.graphs import GraphKey, plan_keys
+from toy_rounds import SLOTS, Toy
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+BASE = SparseSpecConfig(stride=4, min_tokens=32, draft_support=8)
+CONFIGS = {
+    "lockstep": {},
+    "unified": {"schedule": "unified"},
+    "kv_head": {"index_scope": "kv_head", "schedule": "unified"},
+    "window": {"selector": "window", "sink": 3},
+    "random": {"selector": "random"},
+    "shared": {"score_layer_stride": 2, "score_every": 3, "schedule": "unified"},
+    "k1": {"stride": 1},
+    "recent": {"recent": 9, "sink": 0},
+}
+
+
+class Separate(TorchPagedAttention):
+    """Scores in a pass of its own, as FA3 does."""
+
+    fuses_scores = False
+
+
+def tokens_of(toy: Toy, rounds: int, seed: int = 3) -> dict[int, list[int]]:
+    """What requests emit over some rounds, the batch shrinking from all to two."""
+    rng = random.Random(seed)
+    pools = list(range(1, SLOTS + 1))
+    out: dict[int, list[int]] = {pool: [] for pool in pools}
+    for at in range(rounds):
+        rng.shuffle(pools)
+        for pool, tokens in zip(pools, toy.run(pools), strict=True):
+            out[pool] += tokens
+        if at % 2 and len(pools) > 2:
+            pools.pop()
+    return out
+
+
+@pytest.mark.parametrize("attention", [TorchPagedAttention, Separate])
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_rounds_emit_what_plain_decoding_does(name, attention):
+    config = dataclasses.replace(BASE, **CONFIGS[name])
+    found = tokens_of(Toy(config, attention()), rounds=4)
+    plain = Toy(config, attention())
+    assert found == {pool: plain.plain(pool, len(tokens)) for pool, tokens in found.items()}
+
+
+def test_a_full_budget_accepts_every_draft():
+    toy = Toy(dataclasses.replace(BASE, budget_ratio=1.0), TorchPagedAttention())
+    assert all(len(row) == 5 for _ in range(3) for row in toy.run([1, 2, 3]))
+
+
+def test_wrong_drafts_are_all_refused():
+    toy = Toy(dataclasses.replace(BASE, debug_drafts="wrong"), TorchPagedAttention())
+    assert all(len(row) == 1 for _ in range(3) for row in toy.run([1, 2, 3]))
+
+
+@pytest.mark.parametrize("attention", [TorchPagedAttention, Separate])
+def test_rows_without_room_for_scores_keep_their_selection_and_stay_right(attention):
+    toy = Toy(BASE, attention(), capacity=700)  # two rows of about 300 tokens
+    before = toy.state.selected_base.clone()
+    found = tokens_of(toy, rounds=4)
+    moved = (toy.state.selected_base != before)[1:].sum()
+    assert 0 < moved < SLOTS
+    plain = Toy(BASE, attention())
+    assert found == {pool: plain.plain(pool, len(tokens)) for pool, tokens in found.items()}
+
+
+def test_sums_are_zero_again_after_a_round():
+    toy = Toy(BASE, TorchPagedAttention())
+    toy.run([1, 2, 3])
+    assert toy.rounds.rounds.fused and not toy.rounds.rounds.sums.any()
+
+
+def test_selections_of_fused_and_separate_scores_mostly_agree():
+    toys = [Toy(BASE, kind()) for kind in (TorchPagedAttention, Separate)]
+    for toy in toys:
+        for _ in range(3):
+            toy.run([1, 2, 3, 4])
+    for pool in (1, 2, 3, 4):
+        lengths = [int(toy.state.selected_len[pool]) for toy in toys]
+        sets = [
+            set(toy.state.selected[0, 0, pool, :n].tolist()) for toy, n in zip(toys, lengths, strict=True)
+        ]
+        assert len(sets[0] & sets[1]) >= 0.6 * min(lengths)
+
+
+def test_a_sampled_round_emits_at_least_one_token():
+    toy = Toy(BASE, TorchPagedAttention())
+    for _ in range(3):
+        assert all(1 <= len(row) <= 5 for row in toy.run([2, 5], greedy=False))
+
+
+def test_scored_verification_adds_clamped_probabilities():
+    torch.manual_seed(2)
+    q, k, v = torch.randn(4, 4, 16), torch.randn(30, 2, 16), torch.randn(30, 2, 16)
+    layer = LayerKV(index=0, k=k, v=v, scale=0.25, heads=4)
+    ints = lambda *x: torch.tensor(x, dtype=torch.int32)  # noqa: E731
+    pages = torch.arange(30, dtype=torch.int32)[None]
+    rows = ScoredRows(ints(1), ints(20), ints(3), ints(20), torch.tensor([2]), queries=4)
+    lse = torch.full((1, 4, 4), float("-inf"))
+    lse[0, :2] = 1.0  # the last real query has no estimate
+    sums = torch.zeros(40, dtype=torch.int32)
+    out = TorchPagedAttention().verify_scored(layer, q, pages, rows, ScoreTarget(sums, lse, 16, "layer"))
+    want = torch.zeros(20)
+    for t in range(2):
+        for head in range(4):
+            want += torch.exp(k[:20, head // 2] @ q[t, head] * 0.25 - 1.0).clamp(max=1.0)
+    assert (sums[2:22] / 2**16 - want).abs().max() < 1e-4
+    assert not sums[:2].any() and not sums[22:].any()
+    assert not out[3].any()
+
+
+# --- graph sizes ---
+
+
+def test_lockstep_needs_two_graphs_a_size_and_unified_mixes():
+    keys, sizes = plan_keys([1, 4, 2, 4], stride=8, schedule="lockstep", score_every=1)
+    assert sizes == [1, 2, 4]
+    assert set(keys) == {GraphKey(n, 0, False) for n in sizes} | {GraphKey(0, n, True) for n in sizes}
+    assert keys[0] == GraphKey(0, 4, True), "the largest first"
+    keys, _ = plan_keys([32], stride=8, schedule="unified", score_every=2)
+    assert {key.nv for key in keys} == {0, 5, 10, 32}
+    assert {key.scored for key in keys if key.nv} == {True, False}
