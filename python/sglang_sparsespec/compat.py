@@ -45,6 +45,13 @@ SIGNATURES = (
     "layers.attention.base_attn_backend.AttentionBackend.forward",
     "layers.attention.base_attn_backend.AttentionBackend.init_forward_metadata",
     "model_executor.cuda_graph_config.with_phase",
+    "model_executor.forward_context.forward_context",
+    "model_executor.forward_context.ForwardContext",
+    "model_executor.runner_utils.capture_mode.model_capture_mode",
+    "model_executor.runner_utils.pool.get_or_create_global_graph_memory_pool",
+    "model_executor.runner_utils.pool.get_or_create_global_graph_capture_stream",
+    "distributed.parallel_state.graph_capture",
+    "distributed.device_communicators.pynccl_allocator.set_graph_pool_id",
     "speculative.base_spec_worker.BaseSpecWorker.alloc_memory_pool",
     "speculative.base_spec_worker.BaseSpecWorker.on_verify_complete_cpu",
     "speculative.spec_info.SpeculativeAlgorithm.register",
@@ -95,6 +102,9 @@ BEHAVIOUR = (
     "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
     "managers.schedule_batch.Req.update_finish_state",
     "layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch",
+    "model_executor.model_runner.ModelRunner._forward_raw",
+    "model_executor.model_runner_components.cuda_graph_setup.capture_decode_graph",
+    "model_executor.runner_utils.capture_mode.model_capture_mode",
 )
 
 

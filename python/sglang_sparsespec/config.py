@@ -59,7 +59,7 @@ class SparseSpecConfig:
     attention: str = _key(
         "auto",
         "attention of draft and verify rows ('torch_paged' is the slow reference of the CUDA-graph path)",
-        choices=("auto", "fused", "fa3", "flashinfer", "torch", "torch_paged"),
+        choices=("auto", "fused", "fa3", "triton", "flashinfer", "torch", "torch_paged"),
     )
     score_layer_stride: int = _key(
         1, "adjacent layers that share a selection; one in so many is scored", low=1, high=64

@@ -66,8 +66,11 @@ SERVER_REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "--kv-cache-dtype",
-        lambda args: args.kv_cache_dtype not in (None, "auto", "bfloat16", "bf16"),
-        "quantised KV caches are not scored yet",
+        lambda args: (
+            args.kv_cache_dtype not in (None, "auto", "bfloat16", "bf16")
+            and not (args.kv_cache_dtype == "fp8_e4m3" and args.device == "cuda")
+        ),
+        "besides the model's own type only fp8_e4m3 can be scored, and only on a GPU",
     ),
     Refusal(
         "--enable-deterministic-inference",

@@ -63,3 +63,19 @@ def test_verify_rows_match_the_reference(rows, queries, heads):
     torch.testing.assert_close(got[0][real], want[0][real], atol=0.02, rtol=0.02)
     torch.testing.assert_close(got[1][:, real], want[1][:, real].float(), atol=0.01, rtol=0.001)
     assert got[0].isfinite().all()
+
+
+def test_an_fp8_cache_is_read_with_its_scales():
+    heads = (32, 8, 128)
+    layer, fast, slow = setup(*heads)
+    eight = {part: (getattr(layer, part) / 2).to(torch.float8_e4m3fn) for part in "kv"}
+    stored = LayerKV(**{**vars(layer), **eight, "k_scale": 2.0, "v_scale": 2.0})
+    read_back = LayerKV(**{**vars(layer), **{part: t.float() * 2 for part, t in eight.items()}})
+    lengths = torch.tensor([500, 40, 1300], dtype=torch.int32, device="cuda")
+    table = pages(3, 1400, lengths)[:, 0]
+    q = torch.randn(27, 32, 128, dtype=torch.bfloat16, device="cuda").to(torch.float8_e4m3fn).bfloat16()
+    starts = torch.arange(4, dtype=torch.int32, device="cuda") * 9
+    got = fast.verify(stored, q, table, lengths, starts, 9)
+    want = slow.verify(read_back, q, table, lengths, starts, 9)
+    torch.testing.assert_close(got[0].float(), want[0].float(), atol=0.06, rtol=0.06)
+    torch.testing.assert_close(got[1], want[1].float(), atol=0.02, rtol=0.01)

@@ -70,6 +70,7 @@ def test_a_server_flag_is_refused_by_its_name(name):
         {"page_size": 1, "pp_size": 1, "speculative_eagle_topk": 1, "tp_size": 8},
         {"kv_cache_dtype": "bfloat16"},
         {"kv_cache_dtype": "bf16"},
+        {"kv_cache_dtype": "fp8_e4m3", "device": "cuda"},
     ],
 )
 def test_supported_server_flags_are_not_refused(given):

@@ -17,10 +17,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-GRAPHED = ("fused", "fa3")  # implementations that run in CUDA graphs
+GRAPHED = ("fused", "fa3", "triton")  # implementations that run in CUDA graphs
 
-FA3_DTYPES = (torch.bfloat16, torch.float16)
+FA3_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 FA3_HEAD_DIMS = (64, 96, 128, 192, 256)
+TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+TRITON_HEAD_DIMS = (64, 128, 256)  # those that the score kernel serves too
 FLASHINFER_DTYPES = (torch.bfloat16, torch.float16)
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
 
@@ -48,13 +50,31 @@ def fa3_obstacle(device: str, dtype: torch.dtype, head_dim: int) -> str | None:
     if major != 9:
         return f"it needs a Hopper GPU (compute capability 9.0), this one is {major}.{minor}"
     if dtype not in FA3_DTYPES:
-        return f"it needs bfloat16 or float16, the KV cache is {dtype}"
+        return f"it needs bfloat16, float16 or fp8_e4m3, the KV cache is {dtype}"
     if head_dim not in FA3_HEAD_DIMS:
         return f"it needs a head dimension of {FA3_HEAD_DIMS}, this model has {head_dim}"
     try:
         import sgl_kernel.flash_attn  # noqa: F401
     except ImportError as error:
         return f"sgl_kernel cannot be imported ({error})"
+    return kernels_obstacle()
+
+
+def triton_obstacle(device: str, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why the Triton kernels with CUDA graphs cannot serve, or None where they can."""
+    if not device.startswith("cuda"):
+        return f"it needs a CUDA device, this is {device!r}"
+    major, minor = torch.cuda.get_device_capability()
+    if major < 8:
+        return f"it needs an Ampere GPU or later (compute capability 8.0), this one is {major}.{minor}"
+    if dtype not in TRITON_DTYPES:
+        return f"it needs bfloat16, float16 or float32, the KV cache is {dtype}"
+    if head_dim not in TRITON_HEAD_DIMS:
+        return f"it needs a head dimension of {TRITON_HEAD_DIMS}, this model has {head_dim}"
+    try:
+        import triton  # noqa: F401
+    except ImportError as error:
+        return f"Triton cannot be imported ({error})"
     return kernels_obstacle()
 
 
@@ -75,8 +95,8 @@ def query_heads(model: torch.nn.Module) -> int:
 def choose_attention(
     asked: str, device: str, dtype: torch.dtype, head_dim: int
 ) -> tuple[str, dict[str, str | None]]:
-    """Which implementation serves: the one asked for, or the best of fused and fa3 (CUDA graphs), flashinfer
-    and torch.
+    """Which implementation serves: the one asked for, or the best of fused, fa3 and triton (CUDA graphs),
+    flashinfer and torch.
 
     Returns:
         its name, and why each of the fast ones cannot serve (None: it can).
@@ -88,6 +108,7 @@ def choose_attention(
     obstacles = {
         "fused": fused_obstacle(*where),
         "fa3": fa3_obstacle(*where),
+        "triton": triton_obstacle(*where),
         "flashinfer": flashinfer_obstacle(*where),
     }
     if reason := obstacles.get(asked):
@@ -105,9 +126,11 @@ def make_attention(
     wanted, obstacles = choose_attention(config.attention, str(runner.device), pool.dtype, pool.head_dim)
     if config.attention == "auto" and wanted not in GRAPHED and str(runner.device).startswith("cuda"):
         logger.warning(
-            "SPARSESPEC runs without CUDA graphs (slow), on attention %s: FA3 cannot be used: %s.",
+            "SPARSESPEC runs without CUDA graphs (slow), on attention %s: FA3 cannot be used: %s; "
+            "nor can Triton: %s.",
             wanted,
             obstacles["fa3"],
+            obstacles["triton"],
         )
     if wanted == "fused":
         fused = _make_fused(config, runner)
@@ -118,6 +141,10 @@ def make_attention(
         from sglang_sparsespec.attention.fa3 import FA3Attention
 
         return FA3Attention()
+    if wanted == "triton":
+        from sglang_sparsespec.attention.triton_paged import TritonPagedAttention
+
+        return TritonPagedAttention()
     if wanted == "flashinfer":
         from sglang_sparsespec.attention.flashinfer import FlashInferAttention
 

@@ -187,6 +187,8 @@ class SparseSpecAttentionBackend(AttentionBackend):
             v=self.kv_pool.get_value_buffer(layer.layer_id),
             scale=layer.scaling,
             heads=layer.tp_q_head_num,
+            k_scale=_factor(layer, "k"),
+            v_scale=_factor(layer, "v"),
         )
 
     def _forward_micro_step(
@@ -224,7 +226,9 @@ class SparseSpecAttentionBackend(AttentionBackend):
         self, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool
     ) -> None:
         if save_kv_cache and k is not None:
-            self.kv_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
+            # The scales matter to an fp8 pool only; they are None for most models.
+            where = KVWriteLoc(forward_batch.out_cache_loc, None)
+            self.kv_pool.set_kv_buffer(layer, where, k, v, layer.k_scale, layer.v_scale)
 
     def draft_slots(self, index: int, step: MicroStepBatch) -> torch.Tensor:
         """KV slots that the draft rows attend to in one layer: selection, then all tokens since it was made.
@@ -272,6 +276,12 @@ class SparseSpecAttentionBackend(AttentionBackend):
         if name == "inner":
             raise AttributeError(name)
         return getattr(self.inner, name)
+
+
+def _factor(layer: Any, which: str) -> float:
+    """What stored fp8 keys ("k") or values ("v") of a layer are multiplied with."""
+    factor = getattr(layer, f"{which}_scale_float", None)
+    return 1.0 if factor is None else float(factor)
 
 
 def _inner_attribute(name: str, settable: bool) -> property:

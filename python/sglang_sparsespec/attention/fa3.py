@@ -28,6 +28,7 @@ class FA3Attention(PagedAttention):
             q = q.reshape(rows * index_heads, heads // index_heads, dim)
             lengths = lengths[:, None].expand(rows, index_heads).reshape(-1).contiguous()
         k, v = (t.view(-1, 1, t.shape[1] // index_heads, dim) for t in (layer.k, layer.v))
+        q, scales = _quantised(q, layer, rows=len(q), kv_heads=k.shape[2])
         out, lse, *_ = self._attend(
             q.unsqueeze(1),
             k,
@@ -37,6 +38,7 @@ class FA3Attention(PagedAttention):
             softmax_scale=layer.scale,
             causal=True,
             return_softmax_lse=True,
+            **scales,
         )
         return out.reshape(rows, heads, dim), lse.reshape(rows, heads)
 
@@ -50,6 +52,7 @@ class FA3Attention(PagedAttention):
         most_queries: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         dim = q.shape[-1]
+        q, scales = _quantised(q, layer, rows=len(lengths), kv_heads=layer.k.shape[1])
         out, lse, *_ = self._attend(
             q,
             layer.k.view(-1, 1, layer.k.shape[1], dim),
@@ -61,5 +64,19 @@ class FA3Attention(PagedAttention):
             softmax_scale=layer.scale,
             causal=True,
             return_softmax_lse=True,
+            **scales,
         )
         return out, lse
+
+
+def _quantised(
+    q: torch.Tensor, layer: LayerKV, *, rows: int, kv_heads: int
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Queries in the KV cache's type, and the scales of an fp8 cache; FA3 mixes no types."""
+    if layer.k.dtype == q.dtype:
+        return q, {}
+    shape = (rows, kv_heads)
+    return q.to(layer.k.dtype), {
+        "k_descale": torch.full(shape, layer.k_scale, device=q.device),
+        "v_descale": torch.full(shape, layer.v_scale, device=q.device),
+    }

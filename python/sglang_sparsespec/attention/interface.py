@@ -17,6 +17,8 @@ class LayerKV:
     v: torch.Tensor  # [slots, Hkv, D]
     scale: float
     heads: int  # Hq
+    k_scale: float = 1.0  # what stored fp8 keys are multiplied with
+    v_scale: float = 1.0
 
 
 @dataclass(frozen=True)

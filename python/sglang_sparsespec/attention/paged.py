@@ -33,6 +33,12 @@ class PagedAttention(ABC):
             out [n, heads, D]; natural-log LSE [n, heads] float32.
         """
 
+    def draft_step(
+        self, layer: LayerKV, q: torch.Tensor, pages: torch.Tensor, lengths: DraftLengths
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`draft`, given the lengths in every form that kernels count them."""
+        return self.draft(layer, q, pages, lengths.keys)
+
     @abstractmethod
     def verify(
         self,
@@ -70,6 +76,15 @@ class PagedAttention(ABC):
             out [R * queries, heads, D].
         """
         raise NotImplementedError(f"attention {self.name} does not score while it verifies.")
+
+
+@dataclass(frozen=True)
+class DraftLengths:
+    """Lengths of draft rows, [n] int32 each."""
+
+    keys: torch.Tensor  # keys the row attends to, its own included; 0: empty slot
+    before: torch.Tensor  # keys before its own
+    queries: torch.Tensor  # 1; 0: empty slot
 
 
 @dataclass(frozen=True)

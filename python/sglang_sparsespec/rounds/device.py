@@ -14,7 +14,7 @@ import torch
 from sgl_kernel_ext.buffers import FIELDS, HEADER, MicroStepBuffers, RequestTensors
 
 from sglang_sparsespec.attention.interface import LayerKV
-from sglang_sparsespec.attention.paged import PagedAttention, ScoredRows, ScoreTarget
+from sglang_sparsespec.attention.paged import DraftLengths, PagedAttention, ScoredRows, ScoreTarget
 from sglang_sparsespec.config import SparseSpecConfig
 from sglang_sparsespec.rounds.kernels import RoundKernels
 from sglang_sparsespec.rounds.planner import RequestKey, RoundPlan
@@ -71,7 +71,7 @@ class DeviceRounds:
         self.header = self.flat_table[:HEADER]
         self.table = self.flat_table[HEADER:].view(self.queries, 2, slots, FIELDS)
         self.token_buffers = ints(3, tokens, dtype=torch.int64)  # ids, positions, KV slots
-        self.draft_buffers = ints(3, slots)  # pool, length, drafts made before
+        self.draft_buffers = ints(5, slots)  # pool, length, drafts made before, keys before, queries
         self.verify_buffers = ints(4, slots)  # pool, first, queries, seqlens
         self.offsets = ints(slots, dtype=torch.int64)
         self.draft_pages = ints(groups, slots, index_heads, self.page_width)
@@ -149,6 +149,8 @@ class DeviceRounds:
             draft_pool=self.draft_buffers[0, :nd],
             draft_len=self.draft_buffers[1, :nd],
             draft_at=self.draft_buffers[2, :nd],
+            draft_first=self.draft_buffers[3, :nd],
+            draft_queries=self.draft_buffers[4, :nd],
             verify_pool=pool,
             first=first,
             verify_queries=real,
@@ -185,7 +187,8 @@ class DeviceRounds:
         parts = []
         if nd:
             pages = self.draft_pages[layer.index // self.config.score_layer_stride][:nd]
-            out, lse = self.attention.draft(layer, q[:nd], pages, buffers.draft_len)
+            lengths = DraftLengths(buffers.draft_len, buffers.draft_first, buffers.draft_queries)
+            out, lse = self.attention.draft_step(layer, q[:nd], pages, lengths)
             parts.append(out)
             if self.fused:
                 self._draft_lse.append(lse)
@@ -245,6 +248,7 @@ class DeviceRounds:
             padded_queries=rows.queries,
             scale=layer.scale,
             scope=self.config.index_scope,
+            k_scale=layer.k_scale,
         )
 
     def select(self, rows: ScoredRows, scores: torch.Tensor, *, clear: bool = False) -> None:
