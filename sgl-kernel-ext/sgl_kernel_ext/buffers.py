@@ -28,6 +28,8 @@ class MicroStepBuffers:
     draft_pool: torch.Tensor  # [nd]
     draft_len: torch.Tensor  # [nd] keys the row attends to, its own included; 0: empty slot
     draft_at: torch.Tensor  # [nd] drafts that the request has made before this one
+    draft_first: torch.Tensor  # [nd] keys before the row's own, as `verify_attention` counts them
+    draft_queries: torch.Tensor  # [nd] 1; 0 for an empty slot
     verify_pool: torch.Tensor  # [nv]
     first: torch.Tensor  # [nv] committed length
     verify_queries: torch.Tensor  # [nv] real queries; 0: empty slot

@@ -86,3 +86,25 @@ def select(
                 selected[layer, head, int(pools[row]), :count] = torch.sort(chosen).values.to(torch.int32)
                 if clear:
                     lines[layer, head, at : at + n] = 0
+
+
+def paged_attention(
+    q, k_cache, v_cache, page_table, lengths, starts, *, most_queries: int, scale: float,
+    k_scale: float = 1.0, v_scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """out [T, Hq, D] and LSE [Hq, T], float64; zero and -inf where a token sees no key. As the kernel."""
+    rows, tokens = page_table.shape[0], q.shape[0]
+    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    lse = torch.full((q.shape[1], tokens), float("-inf"), dtype=torch.float64, device=q.device)
+    if starts is None:
+        starts = torch.arange(rows + 1) * most_queries
+    for row in range(rows):
+        begin, end, length = int(starts[row]), int(starts[row + 1]), int(lengths[row])
+        for token in range(begin, end if length else begin):
+            seen = length - (end - 1 - token)
+            logits = _logits(q, k_cache, page_table, token, row, seen, scale * k_scale)
+            lse[:, token] = torch.logsumexp(logits, -1)
+            v = v_cache[page_table[row, :seen].long()].double() * v_scale
+            p = logits.softmax(-1).unflatten(0, (v.shape[1], -1))
+            out[token] = torch.einsum("hgn,nhd->hgd", p, v).flatten(0, 1)
+    return out, lse

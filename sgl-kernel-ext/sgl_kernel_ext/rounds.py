@@ -31,6 +31,8 @@ def _prepare_kernel(
     D_POOL,
     D_LEN,
     D_AT,
+    D_FIRST,
+    D_QUERIES,
     V_POOL,
     FIRST,
     QUERIES,
@@ -57,8 +59,11 @@ def _prepare_kernel(
         at = tl.where(real, tl.load(COMMITTED + pool) + drafted, 0)
         kept = tl.load(SEL_LEN + pool) + at - tl.load(SEL_BASE + pool) + 1
         tl.store(D_POOL + pid, pool.to(tl.int32))
-        tl.store(D_LEN + pid, tl.where(real, tl.minimum(kept, width), 0).to(tl.int32))
+        length = tl.where(real, tl.minimum(kept, width), 0).to(tl.int32)
+        tl.store(D_LEN + pid, length)
         tl.store(D_AT + pid, drafted)
+        tl.store(D_FIRST + pid, tl.maximum(length - 1, 0))
+        tl.store(D_QUERIES + pid, tl.where(real, 1, 0))
         tl.store(IDS + pid, tl.load(TOKENS + pool * stride_tokens + drafted, mask=real, other=0))
         tl.store(POSITIONS + pid, at)
         tl.store(LOC + pid, tl.load(REQ_TO_TOKEN + pool * stride_rt + at, mask=real, other=0).to(tl.int64))
@@ -113,6 +118,8 @@ def prepare(step: MicroStepBuffers, state: RequestTensors, *, page_width: int, c
         step.draft_pool,
         step.draft_len,
         step.draft_at,
+        step.draft_first,
+        step.draft_queries,
         step.verify_pool,
         step.first,
         step.verify_queries,

@@ -30,6 +30,8 @@ def prepare(step: MicroStepBuffers, state: RequestTensors, *, page_width: int, c
         step.draft_pool[slot] = pool
         step.draft_at[slot] = drafted
         step.draft_len[slot] = min(kept, page_width) if pool else 0
+        step.draft_first[slot] = max(int(step.draft_len[slot]) - 1, 0)
+        step.draft_queries[slot] = 1 if pool else 0
         step.positions[slot] = at
         if pool:
             step.input_ids[slot] = state.tokens[pool, drafted]
@@ -136,6 +138,7 @@ def score_keys(
     padded_queries: int,
     scale: float,
     scope: str,
+    k_scale: float = 1.0,
 ) -> None:
     values = scores(
         q,
@@ -150,5 +153,6 @@ def score_keys(
         scale=scale,
         scope=scope,
         capacity=out.shape[-1],
+        k_scale=k_scale,
     )
     out.copy_(key16(values))

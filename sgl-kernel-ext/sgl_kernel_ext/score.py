@@ -17,7 +17,7 @@ LOG2E = 1.4426950408889634
 SCOPES = ("layer", "kv_head")
 ORDERS = ("heads_inner", "keys_inner")
 _QUERY_BLOCK = 64
-_SHARED_BYTES = 200 * 1024
+_SHARED_BYTES = 100 * 1024  # of a program; two share an SM of an H200 (the fastest setting of tests/sweep.py)
 _INTERPRETER_PROGRAMS = 3
 
 
@@ -256,16 +256,16 @@ def score_keys(
     group = q.shape[1] // kv_heads
     columns = padded_queries * group
     block_q = max(16, min(_QUERY_BLOCK, triton.next_power_of_2(columns)))
-    block_n = block_n or max(16, min(128, 128 * 256 // (head_dim * k_cache.element_size())))
+    block_n = block_n or max(16, min(64, 64 * 256 // (head_dim * k_cache.element_size())))
     if q.device.type == "cpu" and q.dtype == torch.bfloat16:
         q = q.float()  # Triton's interpreter multiplies bf16 bit patterns; K is cast to q's dtype
     stage_bytes = head_dim * (block_n * k_cache.element_size() + block_q * q.element_size())
-    _score_kernel[(multiprocessors(q.device) * (programs_per_sm or 1),)](
+    _score_kernel[(multiprocessors(q.device) * (programs_per_sm or 2),)](
         q, k_cache, lse, page_table, first, queries, prefix, offset, out,
         q.stride(0), q.stride(1), k_cache.stride(0), lse.stride(0), page_table.stride(0),
         out.stride(0) if scope == "kv_head" else 0, rows, scale * k_scale * LOG2E,
         ROWS=max(64, triton.next_power_of_2(rows)), Q=padded_queries, G=group, D=head_dim, HKV=kv_heads,
         BLOCK_Q=block_q, Q_BLOCKS=triton.cdiv(columns, block_q), BLOCK_N=block_n,
         CHUNK=max(chunk or 1024, block_n), PER_HEAD=scope == "kv_head", KEYS_INNER=order == "keys_inner",
-        num_warps=num_warps or 8, num_stages=num_stages or _pipeline_stages(stage_bytes),
+        num_warps=num_warps or 4, num_stages=num_stages or _pipeline_stages(stage_bytes),
     )  # fmt: skip

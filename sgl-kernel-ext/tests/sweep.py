@@ -16,7 +16,6 @@ import time
 
 import torch
 from batches import make_batch
-
 from sgl_kernel_ext import reference
 from sgl_kernel_ext.score import score_keys
 from sgl_kernel_ext.select import select

@@ -5,7 +5,6 @@ import random
 import pytest
 import torch
 from batches import make_batch
-
 from sgl_kernel_ext import reference
 from sgl_kernel_ext.score import score_keys
 

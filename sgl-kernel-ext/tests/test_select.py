@@ -4,7 +4,6 @@ import random
 
 import pytest
 import torch
-
 from sgl_kernel_ext import reference
 from sgl_kernel_ext.select import select
 

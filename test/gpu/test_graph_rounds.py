@@ -20,6 +20,7 @@ CONFIGS = {
     "random": {"selector": "random"},
     "shared": {"score_layer_stride": 2, "score_every": 2, "schedule": "unified"},
     "fused": {"attention": "fused"},
+    "triton": {"attention": "triton", "schedule": "unified"},
     "fused-kv_head": {"attention": "fused", "index_scope": "kv_head", "schedule": "unified"},
 }
 
@@ -27,6 +28,7 @@ CONFIGS = {
 def make(config: SparseSpecConfig, *, graphs: bool):
     from sglang_sparsespec.attention.fa3 import FA3Attention
     from sglang_sparsespec.attention.fused import FusedAttention
+    from sglang_sparsespec.attention.triton_paged import TritonPagedAttention
     from toy_rounds import DIM, HEADS, KV_HEADS, Toy
 
     if config.attention == "fused":
@@ -34,6 +36,8 @@ def make(config: SparseSpecConfig, *, graphs: bool):
             pytest.skip(reason)
         shape = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM}
         attention = FusedAttention(**shape, queries=config.stride + 1, device="cuda")
+    elif config.attention == "triton":
+        attention = TritonPagedAttention()
     else:
         attention = FA3Attention()
     return Toy(config, attention, graphs=graphs, device="cuda")

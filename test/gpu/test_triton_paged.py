@@ -63,3 +63,24 @@ def test_verify_rows_match_the_reference(rows, queries, heads):
     torch.testing.assert_close(got[0][real], want[0][real], atol=0.02, rtol=0.02)
     torch.testing.assert_close(got[1][:, real], want[1][:, real].float(), atol=0.01, rtol=0.001)
     assert got[0].isfinite().all()
+
+
+def test_an_fp8_cache_is_read_with_its_scales():
+    """On every GPU: those before Ada convert fp8 in the kernel."""
+    layer, fast, slow = setup(32, 8, 128)
+    eight = {part: (getattr(layer, part) / 2).to(torch.float8_e4m3fn) for part in "kv"}
+    stored = LayerKV(**{**vars(layer), **eight, "k_scale": 2.0, "v_scale": 2.0})
+    read_back = LayerKV(**{**vars(layer), **{part: t.float() * 2 for part, t in eight.items()}})
+    lengths = torch.tensor([500, 40, 1300], dtype=torch.int32, device="cuda")
+    table = pages(3, 1400, lengths)
+    q = torch.randn(27, 32, 128, dtype=torch.bfloat16, device="cuda")
+    starts = torch.arange(4, dtype=torch.int32, device="cuda") * 9
+    for got, want in (
+        (fast.draft(stored, q[:3], table, lengths), slow.draft(read_back, q[:3], table, lengths)),
+        (
+            fast.verify(stored, q, table[:, 0], lengths, starts, 9),
+            slow.verify(read_back, q, table[:, 0], lengths, starts, 9),
+        ),
+    ):
+        torch.testing.assert_close(got[0], want[0], atol=0.02, rtol=0.02)
+        torch.testing.assert_close(got[1], want[1].float(), atol=0.01, rtol=0.001)

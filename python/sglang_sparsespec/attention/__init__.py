@@ -21,7 +21,7 @@ GRAPHED = ("fused", "fa3", "triton")  # implementations that run in CUDA graphs
 
 FA3_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 FA3_HEAD_DIMS = (64, 96, 128, 192, 256)
-TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
 TRITON_HEAD_DIMS = (64, 128, 256)  # those that the score kernel serves too
 FLASHINFER_DTYPES = (torch.bfloat16, torch.float16)
 FLASHINFER_HEAD_DIMS = (64, 128, 256)
@@ -68,7 +68,9 @@ def triton_obstacle(device: str, dtype: torch.dtype, head_dim: int) -> str | Non
     if major < 8:
         return f"it needs an Ampere GPU or later (compute capability 8.0), this one is {major}.{minor}"
     if dtype not in TRITON_DTYPES:
-        return f"it needs bfloat16, float16 or float32, the KV cache is {dtype}"
+        return f"it needs bfloat16, float16, float32 or fp8_e4m3, the KV cache is {dtype}"
+    if dtype == torch.float8_e4m3fn and (major, minor) < (8, 9):
+        return f"an fp8 KV cache needs compute capability 8.9 (the scores do), this one is {major}.{minor}"
     if head_dim not in TRITON_HEAD_DIMS:
         return f"it needs a head dimension of {TRITON_HEAD_DIMS}, this model has {head_dim}"
     try:
@@ -131,6 +133,11 @@ def make_attention(
             wanted,
             obstacles["fa3"],
             obstacles["triton"],
+        )
+    if pool.dtype == torch.float8_e4m3fn and wanted not in ("fa3", "triton"):
+        raise ConfigError(
+            f"the KV cache is fp8_e4m3, which only attention fa3 and triton read, but {wanted} serves here "
+            f"(fa3: {obstacles['fa3']}; triton: {obstacles['triton']}). Leave --kv-cache-dtype out."
         )
     if wanted == "fused":
         fused = _make_fused(config, runner)
