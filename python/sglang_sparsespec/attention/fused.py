@@ -64,7 +64,7 @@ class FusedAttention(FA3Attention):
         target: ScoreTarget,
     ) -> torch.Tensor:
         out, _ = self._verify_attention(
-            q.contiguous(),
+            q,
             layer.k,
             layer.v,
             pages,
