@@ -121,7 +121,7 @@ test: venv
 
 test-unit: venv
 	@'$(PY)' -m pytest test/unit test/contract $(PYTEST_FLAGS)
-	'$(PY)' -m pytest -c sgl-kernel-ext/pyproject.toml sgl-kernel-ext/tests $(PYTEST_FLAGS)
+	'$(PY)' -m pytest -c sgl-kernel-ext/pyproject.toml sgl-kernel-ext/tests sgl-kernel-ext/csrc/test $(PYTEST_FLAGS)
 
 test-optimized: venv
 	@PYTHONOPTIMIZE=1 '$(PY)' -m pytest test/unit $(PYTEST_FLAGS)
@@ -131,7 +131,7 @@ test-server: venv
 
 test-gpu: venv
 	@'$(PY)' -m pytest test/gpu $(PYTEST_FLAGS)
-	'$(PY)' -m pytest -c sgl-kernel-ext/pyproject.toml sgl-kernel-ext/tests $(PYTEST_FLAGS)
+	'$(PY)' -m pytest -c sgl-kernel-ext/pyproject.toml sgl-kernel-ext/tests sgl-kernel-ext/csrc/test $(PYTEST_FLAGS)
 
 lint: venv
 	@'$(PY)' -m ruff check $(SOURCES)

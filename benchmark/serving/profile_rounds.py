@@ -80,10 +80,7 @@ def summarise(steps: list[list[dict[str, Any]]]) -> dict[str, Any]:
         found[phase]["micro-steps"] = len(mine)
         top = sorted(by_name.items(), key=lambda item: -item[1])[:14]
         names[phase] = {k: round(v / max(len(mine), 1), 1) for k, v in top}
-    gaps = [
-        nxt[0]["ts"] - max(e["ts"] + e["dur"] for e in step)
-        for step, nxt in itertools.pairwise(steps)
-    ]
+    gaps = [nxt[0]["ts"] - max(e["ts"] + e["dur"] for e in step) for step, nxt in itertools.pairwise(steps)]
     found["between micro-steps"] = {
         "mean": round(sum(gaps) / max(len(gaps), 1), 1),
         "largest": round(max(gaps, default=0.0), 1),

@@ -6,10 +6,7 @@ import torch
 
 from sglang_sparsespec.attention.fa3 import FA3Attention
 from sglang_sparsespec.attention.interface import LayerKV
-from sglang_sparsespec.attention.paged import DraftLengths, ScoredRows, ScoreTarget
-
-# Whether drafts run on our kernel too, where a layer shares one selection.
-OWN_DRAFTS = False
+from sglang_sparsespec.attention.paged import ScoredRows, ScoreTarget
 
 
 class FusedAttention(FA3Attention):
@@ -32,28 +29,9 @@ class FusedAttention(FA3Attention):
 
         super().__init__()
         self._verify_attention = cuda.verify_attention
-        group, device = heads // kv_heads, torch.device(device)
-        size = max(cuda.workspace_size(head_dim, group, n, device) for n in (1, queries))
+        size = cuda.workspace_size(head_dim, heads // kv_heads, queries, torch.device(device))
         # The layers of a micro-step run one after the other.
         self._workspace = torch.empty(size, dtype=torch.uint8, device=device)
-
-    def draft_step(
-        self, layer: LayerKV, q: torch.Tensor, pages: torch.Tensor, lengths: DraftLengths
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not OWN_DRAFTS or pages.shape[1] > 1:
-            return super().draft_step(layer, q, pages, lengths)
-        out, lse = self._verify_attention(
-            q,
-            layer.k,
-            layer.v,
-            pages[:, 0],
-            lengths.before,
-            lengths.queries,
-            padded_queries=1,
-            scale=layer.scale,
-            workspace=self._workspace,
-        )
-        return out, lse.t()
 
     def verify_scored(
         self,
@@ -64,7 +42,7 @@ class FusedAttention(FA3Attention):
         target: ScoreTarget,
     ) -> torch.Tensor:
         out, _ = self._verify_attention(
-            q,
+            q.contiguous(),
             layer.k,
             layer.v,
             pages,

@@ -26,7 +26,7 @@ class TritonPagedAttention(PagedAttention):
         if index_heads > 1:
             # Each KV head is a row of its own, over the pool seen as one KV head.
             q = q.reshape(rows * index_heads, heads // index_heads, dim)
-            lengths = lengths[:, None].expand(rows, index_heads).reshape(-1)
+            lengths = lengths[:, None].expand(rows, index_heads).reshape(-1).contiguous()
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         out, _ = self._attend(
             q,
