@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglang_sparsespec.attention.interface import LayerKV
-from sglang_sparsespec.attention.paged import PagedAttention
+from sglang_sparsespec.attention.paged import HeadRows, PagedAttention
 
 
 class FA3Attention(PagedAttention):
@@ -21,26 +21,20 @@ class FA3Attention(PagedAttention):
     def draft(
         self, layer: LayerKV, q: torch.Tensor, pages: torch.Tensor, lengths: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, heads, dim = q.shape
-        index_heads = pages.shape[1]
-        if index_heads > 1:
-            # Each KV head is a row of its own, over the pool seen as one KV head.
-            q = q.reshape(rows * index_heads, heads // index_heads, dim)
-            lengths = lengths[:, None].expand(rows, index_heads).reshape(-1).contiguous()
-        k, v = (t.view(-1, 1, t.shape[1] // index_heads, dim) for t in (layer.k, layer.v))
-        q, scales = _quantised(q, layer, rows=len(q), kv_heads=k.shape[2])
+        each = HeadRows.split(layer, q, pages, lengths)
+        queries, scales = _quantised(each.q, layer, rows=len(each.q), kv_heads=each.k.shape[1])
         out, lse, *_ = self._attend(
-            q.unsqueeze(1),
-            k,
-            v,
-            page_table=pages.reshape(len(q), -1),
-            cache_seqlens=lengths,
+            queries.unsqueeze(1),
+            each.k.unsqueeze(1),
+            each.v.unsqueeze(1),
+            page_table=each.pages,
+            cache_seqlens=each.lengths,
             softmax_scale=layer.scale,
             causal=True,
             return_softmax_lse=True,
             **scales,
         )
-        return out.reshape(rows, heads, dim), lse.reshape(rows, heads)
+        return out.reshape(q.shape), lse.reshape(q.shape[:2])
 
     def verify(
         self,

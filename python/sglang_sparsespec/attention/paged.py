@@ -79,6 +79,29 @@ class PagedAttention(ABC):
 
 
 @dataclass(frozen=True)
+class HeadRows:
+    """Draft rows in which each index head is a row of its own, over the pool seen as KV heads / H heads."""
+
+    q: torch.Tensor  # [n * H, heads / H, D]
+    k: torch.Tensor  # [slots * H, KV heads / H, D]
+    v: torch.Tensor
+    pages: torch.Tensor  # [n * H, width] int32
+    lengths: torch.Tensor  # [n * H] int32
+
+    @classmethod
+    def split(cls, layer: LayerKV, q: torch.Tensor, pages: torch.Tensor, lengths: torch.Tensor) -> HeadRows:
+        """From the arguments of `PagedAttention.draft`; copies nothing where the heads share a selection."""
+        rows, heads, dim = q.shape
+        index_heads = pages.shape[1]
+        if index_heads > 1:
+            q = q.reshape(rows * index_heads, heads // index_heads, dim)
+            # One row expands to a tensor of stride 0, which kernels refuse.
+            lengths = lengths[:, None].expand(rows, index_heads).reshape(-1).contiguous()
+        k, v = (t.view(-1, t.shape[1] // index_heads, dim) for t in (layer.k, layer.v))
+        return cls(q, k, v, pages.reshape(len(q), -1), lengths)
+
+
+@dataclass(frozen=True)
 class DraftLengths:
     """Lengths of draft rows, [n] int32 each."""
 

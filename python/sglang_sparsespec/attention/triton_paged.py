@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sglang_sparsespec.attention.interface import LayerKV
-from sglang_sparsespec.attention.paged import PagedAttention
+from sglang_sparsespec.attention.paged import HeadRows, PagedAttention
 
 
 class TritonPagedAttention(PagedAttention):
@@ -21,19 +21,14 @@ class TritonPagedAttention(PagedAttention):
     def draft(
         self, layer: LayerKV, q: torch.Tensor, pages: torch.Tensor, lengths: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, heads, dim = q.shape
-        index_heads = pages.shape[1]
-        if index_heads > 1:
-            # Each KV head is a row of its own, over the pool seen as one KV head.
-            q = q.reshape(rows * index_heads, heads // index_heads, dim)
-            lengths = lengths[:, None].expand(rows, index_heads).reshape(-1).contiguous()
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        each = HeadRows.split(layer, q, pages, lengths)
+        lse = torch.empty(each.q.shape[:2], dtype=torch.float32, device=q.device)
         out, _ = self._attend(
-            q,
-            layer.k.view(-1, layer.k.shape[1] // index_heads, dim),
-            layer.v.view(-1, layer.v.shape[1] // index_heads, dim),
-            pages.reshape(len(q), pages.shape[2]),
-            lengths,
+            each.q,
+            each.k,
+            each.v,
+            each.pages,
+            each.lengths,
             None,
             most_queries=1,
             scale=layer.scale,
@@ -41,7 +36,7 @@ class TritonPagedAttention(PagedAttention):
             k_scale=layer.k_scale,
             v_scale=layer.v_scale,
         )
-        return out.view(rows, heads, dim), lse.view(rows, heads)
+        return out.view(q.shape), lse.view(q.shape[:2])
 
     def verify(
         self,
