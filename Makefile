@@ -123,8 +123,10 @@ test-unit: venv
 	@'$(PY)' -m pytest test/unit test/contract $(PYTEST_FLAGS)
 	'$(PY)' -m pytest -c sgl-kernel-ext/pyproject.toml sgl-kernel-ext/tests sgl-kernel-ext/csrc/test $(PYTEST_FLAGS)
 
+# Without the longest files: what they test is not checks that could have been asserts.
+SLOW := reasoner benchmarks device_rounds triton_paged
 test-optimized: venv
-	@PYTHONOPTIMIZE=1 '$(PY)' -m pytest test/unit $(PYTEST_FLAGS)
+	@PYTHONOPTIMIZE=1 '$(PY)' -m pytest test/unit $(SLOW:%=--ignore=test/unit/test_%.py) $(PYTEST_FLAGS)
 
 test-server: venv
 	@'$(PY)' -m pytest test/server $(PYTEST_FLAGS)
