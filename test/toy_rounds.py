@@ -28,10 +28,17 @@ class Toy:
     """Requests 1..SLOTS, each with random KV of `committed_at_first` tokens; request p's last token is p."""
 
     def __init__(
-        self, config: SparseSpecConfig, attention, *, graphs=False, device="cpu", capacity=SLOTS * CONTEXT
+        self,
+        config: SparseSpecConfig,
+        attention,
+        *,
+        graphs=False,
+        device="cpu",
+        capacity=SLOTS * CONTEXT,
+        kv_heads=KV_HEADS,
     ):
         torch.manual_seed(0)
-        self.config, self.device = config, device
+        self.config, self.device, self.kv_heads = config, device, kv_heads
         self.dtype = torch.float32 if device == "cpu" else torch.bfloat16
         rows = SLOTS + 1
         self.table = (torch.randperm(rows * CONTEXT).int() + 1).view(rows, CONTEXT).to(device)
@@ -40,7 +47,7 @@ class Toy:
             stride=config.stride,
             support=config.draft_support,
             layers=config.selection_groups(LAYERS),
-            heads=1 if config.index_scope == "layer" else KV_HEADS,
+            heads=1 if config.index_scope == "layer" else self.kv_heads,
             max_selected=config.budget(CONTEXT),
             device=device,
         )
@@ -55,9 +62,9 @@ class Toy:
             heads=HEADS,
             score_capacity=capacity,
         )
-        self.k, self.v = (self._random(LAYERS, rows * CONTEXT + 1, KV_HEADS, DIM) for _ in "kv")
+        self.k, self.v = (self._random(LAYERS, rows * CONTEXT + 1, self.kv_heads, DIM) for _ in "kv")
         self.embed = self._random(VOCABULARY, HEADS * DIM)
-        self.to_kv = self._random(HEADS * DIM, 2 * KV_HEADS * DIM) / 16
+        self.to_kv = self._random(HEADS * DIM, 2 * self.kv_heads * DIM) / 16
         keys, _ = plan_keys(
             [1, 2, 4, SLOTS] if graphs else [],
             stride=config.stride,
@@ -82,7 +89,7 @@ class Toy:
         return torch.randn(shape).to(self.dtype).to(self.device)
 
     def _layer(self, index: int, x: torch.Tensor, loc: torch.Tensor) -> LayerKV:
-        k, v = (x @ self.to_kv).view(-1, 2, KV_HEADS, DIM).unbind(1)
+        k, v = (x @ self.to_kv).view(-1, 2, self.kv_heads, DIM).unbind(1)
         self.k[index][loc], self.v[index][loc] = k, v
         return LayerKV(index=index, k=self.k[index], v=self.v[index], scale=DIM**-0.5, heads=HEADS)
 
@@ -105,7 +112,7 @@ class Toy:
             slots = self.table[pool, : at + 1].long()
             for index in range(LAYERS):
                 layer = self._layer(index, x, slots[-1:])
-                k, v = (t[slots].repeat_interleave(HEADS // KV_HEADS, dim=1) for t in (layer.k, layer.v))
+                k, v = (t[slots].repeat_interleave(HEADS // self.kv_heads, dim=1) for t in (layer.k, layer.v))
                 weights = torch.einsum("hd,lhd->hl", x.view(HEADS, DIM), k) * layer.scale
                 x = x + torch.einsum("hl,lhd->hd", weights.softmax(dim=-1), v).reshape(1, -1)
             tokens.append(int((x @ self.embed.T).argmax()))

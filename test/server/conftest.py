@@ -35,7 +35,6 @@ PLAN = [
         min_tokens=16,
         selector="random",
         schedule="unified",
-        attention="torch_paged",
         args=("--max-total-tokens", "6000", "--chunked-prefill-size", "256"),
         env=(("SGLANG_TEST_RETRACT", "1"), *OPTIMIZED),
     ),
@@ -57,12 +56,11 @@ PLAN = [
         "llama",
         stride=8,
         min_tokens=8,
-        attention="torch_paged",
         score_layer_stride=2,
         env=OPTIMIZED,
         args=("--tp", "2"),
     ),
-    _spec("wrong-k8-llama", "llama", stride=8, debug_drafts="wrong"),
+    _spec("wrong-k8-llama", "llama", stride=8, debug_drafts="wrong", attention="torch_paged"),
 ]
 
 

@@ -56,6 +56,14 @@ def test_rounds_emit_what_plain_decoding_does(name, attention):
     assert found == {pool: plain.plain(pool, len(tokens)) for pool, tokens in found.items()}
 
 
+@pytest.mark.parametrize("attention", [TorchPagedAttention, Separate])
+def test_a_rank_with_one_kv_head_selects_for_it_alone(attention):
+    config = dataclasses.replace(BASE, index_scope="kv_head")
+    found = tokens_of(Toy(config, attention(), kv_heads=1), rounds=3)
+    plain = Toy(config, attention(), kv_heads=1)
+    assert found == {pool: plain.plain(pool, len(tokens)) for pool, tokens in found.items()}
+
+
 def test_a_full_budget_accepts_every_draft():
     toy = Toy(dataclasses.replace(BASE, budget_ratio=1.0), TorchPagedAttention())
     assert all(len(row) == 5 for _ in range(3) for row in toy.run([1, 2, 3]))

@@ -76,6 +76,8 @@ class DeviceRounds:
         self.offsets = ints(slots, dtype=torch.int64)
         self.draft_pages = ints(groups, slots, index_heads, self.page_width)
         self.verify_pages = ints(slots, req_to_token.shape[1])
+        # One KV head on this rank is one line of scores, whatever the scope.
+        self.scope = "layer" if index_heads == 1 else "kv_head"
         lines = (groups, score_capacity) if index_heads == 1 else (groups, index_heads, score_capacity)
         self.scores = ints(*lines, dtype=torch.int16)
         self.fused = attention.fuses_scores and self.scores_needed
@@ -202,9 +204,7 @@ class DeviceRounds:
         group, rest = divmod(layer.index, self.config.score_layer_stride)
         scored = step.scored and rows is not None and not rest and self.scores_needed
         if scored and self.fused and rows is not None and self._reference_lse is not None:
-            target = ScoreTarget(
-                self.sums[group], self._reference_lse[layer.index], self.shift, self.config.index_scope
-            )
+            target = ScoreTarget(self.sums[group], self._reference_lse[layer.index], self.shift, self.scope)
             return self.attention.verify_scored(layer, q, pages, rows, target)
         out, lse = self.attention.verify(layer, q, pages, buffers.seqlens, step.starts, self.queries)
         if scored and rows is not None:
@@ -247,7 +247,7 @@ class DeviceRounds:
             self.scores[layer.index // self.config.score_layer_stride],
             padded_queries=rows.queries,
             scale=layer.scale,
-            scope=self.config.index_scope,
+            scope=self.scope,
             k_scale=layer.k_scale,
         )
 
