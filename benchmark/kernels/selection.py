@@ -105,28 +105,14 @@ class Round:
         ints = {"dtype": torch.int32, "device": device}
         longs = {"dtype": torch.int64, "device": device}
         tokens = rows * (1 + q)
-        table = torch.zeros(q, 2, rows, buffers.FIELDS, **ints)
+        memory = buffers.RoundBuffers(rows, q, device)
+        memory.header[1] = 1  # greedy
+        table = memory.table
         table[..., 0] = torch.arange(rows, device=device) + 1
         table[:, 1, :, 1] = q - 1
         table[..., 2] = torch.arange(rows, device=device)
         width = shape.context + 2 * q
-        self.step = buffers.MicroStepBuffers(
-            nd=rows,
-            nv=rows,
-            queries=q,
-            header=torch.tensor([0, 1, 0, 0][: buffers.HEADER], **ints),
-            table=table,
-            input_ids=torch.zeros(tokens, **longs),
-            positions=torch.zeros(tokens, **longs),
-            out_cache_loc=torch.zeros(tokens, **longs),
-            draft_pool=torch.zeros(rows, **ints),
-            draft_len=torch.zeros(rows, **ints),
-            verify_pool=torch.zeros(rows, **ints),
-            first=torch.zeros(rows, **ints),
-            verify_queries=torch.zeros(rows, **ints),
-            seqlens=torch.zeros(rows, **ints),
-            offset=torch.zeros(rows, **longs),
-        )
+        self.step = memory.step(rows, rows)
         chosen = torch.linspace(0, shape.context - 1, shape.budget, device=device).int()
         self.state = buffers.RequestTensors(
             committed=torch.full((state_rows,), shape.context, **longs),

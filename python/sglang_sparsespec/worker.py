@@ -131,7 +131,9 @@ class SparseSpecWorker(BaseSpecWorker):
 
     def _device_rounds(self, attention: PagedAttention) -> DeviceRounds:
         # Only here: the kernels are a package of their own, which the other paths do without.
-        from sglang_sparsespec.rounds.device import SCORE_ALIGN, DeviceRounds
+        from sgl_kernel_ext.buffers import SCORE_ALIGN
+
+        from sglang_sparsespec.rounds.device import DeviceRounds
         from sglang_sparsespec.rounds.kernels import load_kernels
 
         pool = self.model_runner.token_to_kv_pool

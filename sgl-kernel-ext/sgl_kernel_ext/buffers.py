@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 HEADER = 4  # int32 words before the rows: micro-step counter, greedy flag, two unused
+SCORE_ALIGN = 16  # a row's scores start at a multiple of this
 FIELDS = 3  # a row: pool row of the request (0: empty slot), drafts made so far, row in the batch
 
 
@@ -28,13 +29,56 @@ class MicroStepBuffers:
     draft_pool: torch.Tensor  # [nd]
     draft_len: torch.Tensor  # [nd] keys the row attends to, its own included; 0: empty slot
     draft_at: torch.Tensor  # [nd] drafts that the request has made before this one
-    draft_first: torch.Tensor  # [nd] keys before the row's own, as `verify_attention` counts them
-    draft_queries: torch.Tensor  # [nd] 1; 0 for an empty slot
     verify_pool: torch.Tensor  # [nv]
     first: torch.Tensor  # [nv] committed length
     verify_queries: torch.Tensor  # [nv] real queries; 0: empty slot
     seqlens: torch.Tensor  # [nv] first + Q, 0 for an empty slot: padded queries stand behind the real ones
     offset: torch.Tensor  # [nv] int64: start of the row's scores; -1: they do not fit, nothing is scored
+
+
+class RoundBuffers:
+    """Static memory of all micro-steps of a round; a micro-step's tensors are views of it.
+
+    Args:
+        slots: most draft slots, and most verify slots, of a micro-step. queries: Q = k + 1.
+    """
+
+    def __init__(self, slots: int, queries: int, device: torch.device | str) -> None:
+        def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.queries = queries
+        self.flat_table = ints(HEADER + queries * 2 * slots * FIELDS)  # header and table, to upload at once
+        self.header = self.flat_table[:HEADER]
+        self.table = self.flat_table[HEADER:].view(queries, 2, slots, FIELDS)
+        self.tokens = ints(3, slots * (1 + queries), dtype=torch.int64)  # ids, positions, KV slots
+        self.drafts = ints(3, slots)  # pool, length, drafts made before
+        self.verifies = ints(4, slots)  # pool, first, queries, seqlens
+        self.offsets = ints(slots, dtype=torch.int64)
+
+    def step(self, nd: int, nv: int) -> MicroStepBuffers:
+        """Views for `nd` draft and `nv` verify slots."""
+        ids, positions, loc = self.tokens[:, : nd + nv * self.queries]
+        draft_pool, draft_len, draft_at = self.drafts[:, :nd]
+        verify_pool, first, verify_queries, seqlens = self.verifies[:, :nv]
+        return MicroStepBuffers(
+            nd=nd,
+            nv=nv,
+            queries=self.queries,
+            header=self.header,
+            table=self.table,
+            input_ids=ids,
+            positions=positions,
+            out_cache_loc=loc,
+            draft_pool=draft_pool,
+            draft_len=draft_len,
+            draft_at=draft_at,
+            verify_pool=verify_pool,
+            first=first,
+            verify_queries=verify_queries,
+            seqlens=seqlens,
+            offset=self.offsets[:nv],
+        )
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sgl_kernel_ext.buffers import MicroStepBuffers, RequestTensors
+from sgl_kernel_ext.buffers import SCORE_ALIGN, MicroStepBuffers, RequestTensors
 
 PAGE_BLOCK = 1024
 
@@ -31,8 +31,6 @@ def _prepare_kernel(
     D_POOL,
     D_LEN,
     D_AT,
-    D_FIRST,
-    D_QUERIES,
     V_POOL,
     FIRST,
     QUERIES,
@@ -48,6 +46,7 @@ def _prepare_kernel(
     Q: tl.constexpr,
     QP: tl.constexpr,
     NVP: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):
     pid = tl.program_id(0)
     micro = tl.load(HEAD)
@@ -59,11 +58,8 @@ def _prepare_kernel(
         at = tl.where(real, tl.load(COMMITTED + pool) + drafted, 0)
         kept = tl.load(SEL_LEN + pool) + at - tl.load(SEL_BASE + pool) + 1
         tl.store(D_POOL + pid, pool.to(tl.int32))
-        length = tl.where(real, tl.minimum(kept, width), 0).to(tl.int32)
-        tl.store(D_LEN + pid, length)
+        tl.store(D_LEN + pid, tl.where(real, tl.minimum(kept, width), 0).to(tl.int32))
         tl.store(D_AT + pid, drafted)
-        tl.store(D_FIRST + pid, tl.maximum(length - 1, 0))
-        tl.store(D_QUERIES + pid, tl.where(real, 1, 0))
         tl.store(IDS + pid, tl.load(TOKENS + pool * stride_tokens + drafted, mask=real, other=0))
         tl.store(POSITIONS + pid, at)
         tl.store(LOC + pid, tl.load(REQ_TO_TOKEN + pool * stride_rt + at, mask=real, other=0).to(tl.int64))
@@ -89,7 +85,7 @@ def _prepare_kernel(
         other = tl.arange(0, NVP)
         pools = tl.load(rows + other * 3, mask=other < nv, other=0).to(tl.int64)
         lengths = tl.load(COMMITTED + pools, mask=pools > 0, other=0)
-        padded = (lengths + 15) // 16 * 16
+        padded = (lengths + ALIGN - 1) // ALIGN * ALIGN
         start = tl.sum(tl.where(other < slot, padded, 0), 0)
         tl.store(OFFSET + slot, tl.where(real & (start + first <= capacity), start, -1))
 
@@ -118,8 +114,6 @@ def prepare(step: MicroStepBuffers, state: RequestTensors, *, page_width: int, c
         step.draft_pool,
         step.draft_len,
         step.draft_at,
-        step.draft_first,
-        step.draft_queries,
         step.verify_pool,
         step.first,
         step.verify_queries,
@@ -135,6 +129,7 @@ def prepare(step: MicroStepBuffers, state: RequestTensors, *, page_width: int, c
         Q=step.queries,
         QP=triton.next_power_of_2(step.queries),
         NVP=triton.next_power_of_2(max(step.nv, 2)),
+        ALIGN=SCORE_ALIGN,
     )
 
 

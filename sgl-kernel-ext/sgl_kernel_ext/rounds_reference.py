@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from sgl_kernel_ext.buffers import MicroStepBuffers, RequestTensors
-from sgl_kernel_ext.reference import key16, scores, select
+from sgl_kernel_ext.buffers import SCORE_ALIGN, MicroStepBuffers, RequestTensors
+from sgl_kernel_ext.reference import key16, scores, select, selected_count
 
 __all__ = [
     "draft_pages",
@@ -30,8 +30,6 @@ def prepare(step: MicroStepBuffers, state: RequestTensors, *, page_width: int, c
         step.draft_pool[slot] = pool
         step.draft_at[slot] = drafted
         step.draft_len[slot] = min(kept, page_width) if pool else 0
-        step.draft_first[slot] = max(int(step.draft_len[slot]) - 1, 0)
-        step.draft_queries[slot] = 1 if pool else 0
         step.positions[slot] = at
         if pool:
             step.input_ids[slot] = state.tokens[pool, drafted]
@@ -45,7 +43,7 @@ def prepare(step: MicroStepBuffers, state: RequestTensors, *, page_width: int, c
         step.verify_queries[slot] = drafted + 1 if pool else 0
         step.seqlens[slot] = first + step.queries if pool else 0
         step.offset[slot] = start if pool and start + first <= capacity else -1
-        start += -(-first // 16) * 16
+        start += -(-first // SCORE_ALIGN) * SCORE_ALIGN
         for t in range(step.queries):
             token = step.nd + slot * step.queries + t
             step.positions[token] = first + t
@@ -87,8 +85,14 @@ def settle(
 ) -> None:
     for pool, length, start in zip(pools.tolist(), prefix.tolist(), offset.tolist(), strict=True):
         if pool > 0 and length > 0 and start >= 0:
-            budget = min(max(-(-length * ratio_ppm // 1_000_000), min_tokens) + kept, length)
-            budget = min(budget, state.selected.shape[3])
+            budget = selected_count(
+                length,
+                ratio_ppm=ratio_ppm,
+                min_tokens=min_tokens,
+                sink=kept,
+                recent=0,
+                width=state.selected.shape[3],
+            )
             chosen = budget if window_sink < 0 else min(window_sink, budget)
             state.selected_len[pool] = chosen
             state.selected_base[pool] = length - (budget - chosen)

@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 from sgl_kernel_ext import rounds, rounds_reference
-from sgl_kernel_ext.buffers import FIELDS, HEADER, MicroStepBuffers, RequestTensors
+from sgl_kernel_ext.buffers import MicroStepBuffers, RequestTensors, RoundBuffers
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STRIDE, SLOTS, ROWS, WIDTH, CAP, GROUPS = 4, 6, 9, 300, 24, 2
@@ -38,37 +38,16 @@ def make_state(rng: random.Random, heads: int = 1) -> RequestTensors:
 
 
 def make_step(rng: random.Random, nd: int, nv: int, *, micro: int, greedy: bool = True) -> MicroStepBuffers:
-    queries = STRIDE + 1
-    flat = ints(HEADER + queries * 2 * SLOTS * FIELDS)
-    table = flat[HEADER:].view(queries, 2, SLOTS, FIELDS)
-    flat[0], flat[1] = micro, int(greedy)
+    buffers = RoundBuffers(SLOTS, STRIDE + 1, DEVICE)
+    buffers.header[0], buffers.header[1] = micro, int(greedy)
+    table = buffers.table
     pools = rng.sample(range(1, ROWS), 8)
     requests = rng.sample(range(SLOTS), SLOTS)
     for slot in range(max(nd - 1, 0)):  # the last slot of each kind stays empty
         table[micro, 0, slot] = torch.tensor([pools.pop(), rng.randrange(STRIDE), requests.pop()])
     for slot in range(max(nv - 1, 0)):
         table[micro, 1, slot] = torch.tensor([pools.pop(), rng.randrange(STRIDE + 1), requests.pop()])
-    tokens = nd + nv * queries
-    return MicroStepBuffers(
-        nd=nd,
-        nv=nv,
-        queries=queries,
-        header=flat[:HEADER],
-        table=table,
-        input_ids=ints(tokens, dtype=torch.int64),
-        positions=ints(tokens, dtype=torch.int64),
-        out_cache_loc=ints(tokens, dtype=torch.int64),
-        draft_pool=ints(nd),
-        draft_len=ints(nd),
-        draft_at=ints(nd),
-        draft_first=ints(nd),
-        draft_queries=ints(nd),
-        verify_pool=ints(nv),
-        first=ints(nv),
-        verify_queries=ints(nv),
-        seqlens=ints(nv),
-        offset=ints(nv, dtype=torch.int64),
-    )
+    return buffers.step(nd, nv)
 
 
 def same(a: object, b: object) -> None:

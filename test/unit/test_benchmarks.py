@@ -528,3 +528,14 @@ def test_a_kernel_that_is_missing_or_fails_does_not_end_the_others(load: Any) ->
     assert status(raising(attention.NotHereError("no GPU"))) == ("skipped", "no GPU")
     assert status(raising(ValueError("bad"))) == ("failed", "ValueError: bad")
     assert status(attention.Case("g", "s", "k", 8, lambda: lambda i: None))[0] == "ok"
+
+
+def test_the_round_kernels_are_given_the_buffers_that_they_take(load):
+    import torch
+    from sgl_kernel_ext import rounds_reference
+
+    made = load("selection").Round(load("shapes").Shape(rows=2, context=64), torch.device("cpu"), 1)
+    rounds_reference.prepare(made.step, made.state, page_width=made.draft_pages.shape[-1], capacity=1000)
+    assert made.step.first.tolist() == [64, 64]
+    rounds_reference.finish_greedy(made.step, made.state, made.picked, made.out_tokens, made.out_len)
+    assert (made.out_len > 0).all(), "every slot is taken by a request"

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from sgl_kernel_ext.buffers import SCORE_ALIGN
 
 from sglang_sparsespec.attention.interface import LayerKV
 from sglang_sparsespec.attention.paged import ScoredRows
 from sglang_sparsespec.rounds.batch import to_device
-from sglang_sparsespec.rounds.device import SCORE_ALIGN, DeviceRounds
+from sglang_sparsespec.rounds.device import DeviceRounds
 
 
 @dataclass(frozen=True)

@@ -33,12 +33,6 @@ class PagedAttention(ABC):
             out [n, heads, D]; natural-log LSE [n, heads] float32.
         """
 
-    def draft_step(
-        self, layer: LayerKV, q: torch.Tensor, pages: torch.Tensor, lengths: DraftLengths
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`draft`, given the lengths in every form that kernels count them."""
-        return self.draft(layer, q, pages, lengths.keys)
-
     @abstractmethod
     def verify(
         self,
@@ -99,15 +93,6 @@ class HeadRows:
             lengths = lengths[:, None].expand(rows, index_heads).reshape(-1).contiguous()
         k, v = (t.view(-1, t.shape[1] // index_heads, dim) for t in (layer.k, layer.v))
         return cls(q, k, v, pages.reshape(len(q), -1), lengths)
-
-
-@dataclass(frozen=True)
-class DraftLengths:
-    """Lengths of draft rows, [n] int32 each."""
-
-    keys: torch.Tensor  # keys the row attends to, its own included; 0: empty slot
-    before: torch.Tensor  # keys before its own
-    queries: torch.Tensor  # 1; 0: empty slot
 
 
 @dataclass(frozen=True)

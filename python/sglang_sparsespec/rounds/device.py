@@ -11,16 +11,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from sgl_kernel_ext.buffers import FIELDS, HEADER, MicroStepBuffers, RequestTensors
+from sgl_kernel_ext.buffers import FIELDS, HEADER, MicroStepBuffers, RequestTensors, RoundBuffers
 
 from sglang_sparsespec.attention.interface import LayerKV
-from sglang_sparsespec.attention.paged import DraftLengths, PagedAttention, ScoredRows, ScoreTarget
+from sglang_sparsespec.attention.paged import PagedAttention, ScoredRows, ScoreTarget
 from sglang_sparsespec.config import SparseSpecConfig
 from sglang_sparsespec.rounds.kernels import RoundKernels
 from sglang_sparsespec.rounds.planner import RequestKey, RoundPlan
 from sglang_sparsespec.rounds.state import RequestState
-
-SCORE_ALIGN = 16  # rows start at multiples of this in the score buffer, as `prepare` places them
 
 
 @dataclass(frozen=True)
@@ -62,18 +60,13 @@ class DeviceRounds:
         groups, index_heads, rows, cap = state.selected.shape
         self.page_width = cap + config.most_since_selection
         self.capacity = score_capacity
-        tokens = slots + slots * self.queries
 
         def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.flat_table = ints(HEADER + self.queries * 2 * slots * FIELDS)
-        self.header = self.flat_table[:HEADER]
-        self.table = self.flat_table[HEADER:].view(self.queries, 2, slots, FIELDS)
-        self.token_buffers = ints(3, tokens, dtype=torch.int64)  # ids, positions, KV slots
-        self.draft_buffers = ints(5, slots)  # pool, length, drafts made before, keys before, queries
-        self.verify_buffers = ints(4, slots)  # pool, first, queries, seqlens
-        self.offsets = ints(slots, dtype=torch.int64)
+        self.buffers = RoundBuffers(slots, self.queries, device)
+        self.flat_table, self.header = self.buffers.flat_table, self.buffers.header
+        self.table = self.buffers.table
         self.draft_pages = ints(groups, slots, index_heads, self.page_width)
         self.verify_pages = ints(slots, req_to_token.shape[1])
         # One KV head on this rank is one line of scores, whatever the scope.
@@ -112,7 +105,9 @@ class DeviceRounds:
 
     @property
     def nbytes(self) -> int:
-        return sum(t.nbytes for t in vars(self).values() if isinstance(t, torch.Tensor) and t._base is None)
+        # Merged by name: what stands in both is one tensor. Views are counted with their base.
+        tensors = {**vars(self.buffers), **vars(self)}.values()
+        return sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor) and t._base is None)
 
     # -- the host's part of a round -------------------------------------
 
@@ -136,30 +131,11 @@ class DeviceRounds:
 
     def step(self, nd: int, nv: int, *, scored: bool) -> DeviceStep:
         """Views of the static buffers for `nd` draft and `nv` verify slots."""
-        tokens = nd + nv * self.queries
-        ids, positions, loc = self.token_buffers[:, :tokens]
-        pool, first, real, seqlens = self.verify_buffers[:, :nv]
-        buffers = MicroStepBuffers(
-            nd=nd,
-            nv=nv,
-            queries=self.queries,
-            header=self.header,
-            table=self.table,
-            input_ids=ids,
-            positions=positions,
-            out_cache_loc=loc,
-            draft_pool=self.draft_buffers[0, :nd],
-            draft_len=self.draft_buffers[1, :nd],
-            draft_at=self.draft_buffers[2, :nd],
-            draft_first=self.draft_buffers[3, :nd],
-            draft_queries=self.draft_buffers[4, :nd],
-            verify_pool=pool,
-            first=first,
-            verify_queries=real,
-            seqlens=seqlens,
-            offset=self.offsets[:nv],
+        buffers = self.buffers.step(nd, nv)
+        b = buffers
+        rows = (
+            ScoredRows(b.verify_pool, b.first, b.verify_queries, b.first, b.offset, b.queries) if nv else None
         )
-        rows = ScoredRows(pool, first, real, first, self.offsets[:nv], self.queries) if nv else None
         return DeviceStep(buffers, rows, self._starts[: nv + 1], scored and nv > 0)
 
     def begin(self, step: DeviceStep) -> None:
@@ -189,8 +165,7 @@ class DeviceRounds:
         parts = []
         if nd:
             pages = self.draft_pages[layer.index // self.config.score_layer_stride][:nd]
-            lengths = DraftLengths(buffers.draft_len, buffers.draft_first, buffers.draft_queries)
-            out, lse = self.attention.draft_step(layer, q[:nd], pages, lengths)
+            out, lse = self.attention.draft(layer, q[:nd], pages, buffers.draft_len)
             parts.append(out)
             if self.fused:
                 self._draft_lse.append(lse)

@@ -57,7 +57,7 @@ class MicroStepGraphs:
     """Captures micro-steps and replays the smallest that fits; runs a micro-step eagerly where none does.
 
     Args:
-        forward: the model: (step, input_ids [T], positions [T], out_cache_loc [T]) -> logits [T, V].
+        forward: the model over a micro-step; returns the logits of its tokens, [T, V].
     """
 
     def __init__(
@@ -73,8 +73,6 @@ class MicroStepGraphs:
         self._graphs: dict[GraphKey, tuple[Any, torch.Tensor]] = {}
         self._fitting: dict[GraphKey, GraphKey | None] = {}
         self.eager_micro_steps = 0
-        self.replayed_micro_steps = 0
-        self.nbytes = 0
 
     def capture(self) -> None:
         """Capture all graphs, the largest first so that the others reuse its memory.
@@ -99,12 +97,11 @@ class MicroStepGraphs:
                 "at once (--max-running-requests), smaller graphs (--cuda-graph-max-bs-decode)."
             ) from error
         self.rounds.reset()
-        self.nbytes = before - torch.cuda.mem_get_info()[0]
         logger.info(
             "SPARSESPEC captured %d CUDA graphs in %.1f s, %.2f GiB",
             len(self._graphs),
             time.perf_counter() - started,
-            self.nbytes / 2**30,
+            (before - torch.cuda.mem_get_info()[0]) / 2**30,
         )
 
     def run(self, step: MicroStep, *, scored: bool) -> tuple[DeviceStep, torch.Tensor]:
@@ -116,7 +113,6 @@ class MicroStepGraphs:
             self.eager_micro_steps += 1
             device_step = self.rounds.step(wanted.nd, wanted.nv, scored=wanted.scored)
             return device_step, self._run(device_step)
-        self.replayed_micro_steps += 1
         graph, logits = self._graphs[key]
         graph.replay()
         return self.rounds.step(key.nd, key.nv, scored=key.scored), logits
