@@ -19,6 +19,14 @@ __device__ __forceinline__ void copy_16(uint32_t shared, const void* global, int
                : "memory");
 }
 
+// The same for 8 or 4 bytes.
+__device__ __forceinline__ void copy_8(uint32_t shared, const void* global, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;\n" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copy_4(uint32_t shared, const void* global, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;\n" ::"r"(shared), "l"(global), "r"(bytes) : "memory");
+}
+
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;\n" ::: "memory"); }
 
 // Waits until at most `kPending` of this thread's committed groups are still on their way.
@@ -85,6 +93,23 @@ __device__ __forceinline__ void store_shared(uint32_t address, uint4 value) {
                "r"(value.w)
                : "memory");
 }
+
+// Brings a line into L2.
+__device__ __forceinline__ void prefetch(const void* global) {
+  asm volatile("prefetch.global.L2 [%0];\n" ::"l"(global) : "memory");
+}
+
+// Loads that bypass L1, for what another kernel may have written since this one started.
+__device__ __forceinline__ void load_floats(float (&to)[4], const float* from) {
+  const float4 value = __ldcg(reinterpret_cast<const float4*>(from));
+  to[0] = value.x, to[1] = value.y, to[2] = value.z, to[3] = value.w;
+}
+__device__ __forceinline__ void load_floats(float (&to)[2], const float* from) {
+  const float2 value = __ldcg(reinterpret_cast<const float2*>(from));
+  to[0] = value.x, to[1] = value.y;
+}
+__device__ __forceinline__ float2 load_float2(const float2* from) { return __ldcg(from); }
+__device__ __forceinline__ int4 load_int4(const int4* from) { return __ldcg(from); }
 
 // Programmatic dependent launch: let the next kernel of the stream start / wait for the previous one to finish.
 __device__ __forceinline__ void launch_dependents() {

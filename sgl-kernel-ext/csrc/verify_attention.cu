@@ -42,33 +42,31 @@ Columns split_columns(int group, int padded_queries) {
   const int most = 128 / group;
   columns.chunks = (padded_queries + most - 1) / most;
   columns.chunk_queries = (padded_queries + columns.chunks - 1) / columns.chunks;
-  for (int tiles : {16, 10, 8, 5, 3, 2, 1})
+  for (int tiles : {16, 10, 9, 8, 7, 5, 3, 2, 1})
     if (8 * tiles >= columns.chunk_queries * group) columns.tiles = tiles;
   return columns;
 }
 
 // Stages and CTAs a multiprocessor, so that shared memory (227 KiB) and registers suffice.
-template <int kHeadDim, int kTiles>
-struct Instance;
-template <int kTiles>
-struct Instance<64, kTiles> {
-  using Config = VerifyConfig<64, kTiles, 4, 4, 2>;
-};
-template <int kTiles>
-struct Instance<128, kTiles> {
-  using Config = VerifyConfig<128, kTiles, 4, kTiles <= 5 ? 3 : 2, 2>;
-};
-template <>
-struct Instance<128, 16> {
-  using Config = VerifyConfig<128, 16, 8, 2, 1>;
-};
+constexpr int ctas_per_multiprocessor(int head_dim, int tiles) {
+  return tiles == 1 ? 3 : head_dim == 128 && tiles == 16 ? 1 : 2;
+}
 
-constexpr int ctas_per_multiprocessor(int head_dim, int tiles) { return head_dim == 128 && tiles == 16 ? 1 : 2; }
+constexpr int stages_of(int head_dim, int tiles) {
+  if (head_dim == 64) return 4;
+  return tiles == 1 || tiles > 5 ? 2 : 3;
+}
+
+template <int kHeadDim, int kTiles>
+using Instance = VerifyConfig<kHeadDim, kTiles, kHeadDim == 128 && kTiles == 16 ? 8 : 4, stages_of(kHeadDim, kTiles),
+                              ctas_per_multiprocessor(kHeadDim, kTiles)>;
 
 int multiprocessors(int device) {
   int count = 0;
   return cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) == cudaSuccess ? count : 0;
 }
+
+constexpr int kMergeBlocks = 4; // blocks of merge_kernel a multiprocessor: all of them fit at once
 
 struct Layout {
   int64_t sums, merges, bytes; // byte offsets; partial sums of O come first
@@ -103,32 +101,38 @@ int launch(VerifyParams params, const SparseSpecVerifyArgs& args, int sms) {
                                  cudaSharedmemCarveoutMaxShared),
             "setting the shared memory carve-out of verify_kernel"))
     return 1;
-  verify_kernel<C><<<ctas, C::kThreads, C::kSharedBytes, stream>>>(params);
-  if (check(cudaGetLastError(), "launching verify_kernel")) return 1;
-
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(ctas, C::kColTiles);
-  config.blockDim = dim3(kMergeThreads);
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = args.dependent_launch ? 1 : 0;
-  return check(cudaLaunchKernelEx(&config, merge_kernel<C::kHeadDim>, params, static_cast<int>(C::kCols)),
-               "launching merge_kernel");
+  config.gridDim = dim3(ctas);
+  config.blockDim = dim3(C::kThreads);
+  config.dynamicSmemBytes = C::kSharedBytes;
+  config.numAttrs = args.flags & SPARSESPEC_DEPENDENT_VERIFY ? 1 : 0;
+  if (check(cudaLaunchKernelEx(&config, verify_kernel<C>, params), "launching verify_kernel")) return 1;
+
+  const int columns = C::kCols, blocks = (ctas * columns + kMergeThreads / 32 - 1) / (kMergeThreads / 32);
+  config.gridDim = dim3(blocks < kMergeBlocks * sms ? blocks : kMergeBlocks * sms);
+  config.blockDim = dim3(kMergeThreads);
+  config.dynamicSmemBytes = 0;
+  config.numAttrs = args.flags & SPARSESPEC_DEPENDENT_MERGE ? 1 : 0;
+  return check(cudaLaunchKernelEx(&config, merge_kernel<C::kHeadDim>, params, columns, ctas), "launching merge_kernel");
 }
 
 template <int kHeadDim>
 int dispatch(const VerifyParams& params, const SparseSpecVerifyArgs& args, int tiles, int sms) {
   switch (tiles) {
-    case 1: return launch<typename Instance<kHeadDim, 1>::Config>(params, args, sms);
-    case 2: return launch<typename Instance<kHeadDim, 2>::Config>(params, args, sms);
-    case 3: return launch<typename Instance<kHeadDim, 3>::Config>(params, args, sms);
-    case 5: return launch<typename Instance<kHeadDim, 5>::Config>(params, args, sms);
-    case 8: return launch<typename Instance<kHeadDim, 8>::Config>(params, args, sms);
-    case 10: return launch<typename Instance<kHeadDim, 10>::Config>(params, args, sms);
-    case 16: return launch<typename Instance<kHeadDim, 16>::Config>(params, args, sms);
+    case 1: return launch<Instance<kHeadDim, 1>>(params, args, sms);
+    case 2: return launch<Instance<kHeadDim, 2>>(params, args, sms);
+    case 3: return launch<Instance<kHeadDim, 3>>(params, args, sms);
+    case 5: return launch<Instance<kHeadDim, 5>>(params, args, sms);
+    case 7: return launch<Instance<kHeadDim, 7>>(params, args, sms);
+    case 8: return launch<Instance<kHeadDim, 8>>(params, args, sms);
+    case 9: return launch<Instance<kHeadDim, 9>>(params, args, sms);
+    case 10: return launch<Instance<kHeadDim, 10>>(params, args, sms);
+    case 16: return launch<Instance<kHeadDim, 16>>(params, args, sms);
   }
   return fail("no instance with %lld column tiles", tiles);
 }
@@ -147,6 +151,7 @@ VerifyParams to_params(const SparseSpecVerifyArgs& args, const Columns& columns)
   p.offset = args.offset;
   p.prefix = args.prefix;
   p.score = args.score;
+  p.q_stride = args.q_stride ? args.q_stride : static_cast<int64_t>(args.q_heads) * args.head_dim;
   p.page_stride = args.page_stride;
   p.capacity = args.capacity;
   p.score_stride = args.score_stride;
@@ -160,6 +165,7 @@ VerifyParams to_params(const SparseSpecVerifyArgs& args, const Columns& columns)
   p.chunk_queries = columns.chunk_queries;
   p.scale_log2 = args.scale * kLog2e;
   p.one = std::ldexp(1.f, args.shift);
+  p.equal_ranges = args.flags & SPARSESPEC_EQUAL_RANGES ? 1 : 0;
   return p;
 }
 
@@ -196,6 +202,10 @@ extern "C" __attribute__((visibility("default"))) int sparsespec_verify_attentio
     return fail("score needs ref_lse, offset and prefix: pass all four or none");
   if (args->score != nullptr && (args->shift < 0 || args->shift > 22))
     return fail("shift is %lld, allowed: 0..22", args->shift);
+  if (args->q_stride % 8 != 0 || reinterpret_cast<uintptr_t>(args->q) % 16 != 0)
+    return fail("q has a token stride of %lld elements and starts %lld bytes off a multiple of 16: make the stride a "
+                "multiple of 8 and align q to 16 bytes, or copy it", args->q_stride,
+                static_cast<long long>(reinterpret_cast<uintptr_t>(args->q) % 16));
   const int sms = multiprocessors(args->device);
   const VerifyParams params = to_params(*args, columns);
   switch (args->head_dim) {
@@ -221,8 +231,7 @@ T* data(const Optional<TensorView>& tensor) {
 void verify_attention(TensorView q, TensorView k_cache, TensorView v_cache, TensorView page_table, TensorView first,
                       TensorView queries, TensorView out, TensorView lse, Optional<TensorView> ref_lse,
                       Optional<TensorView> offset, Optional<TensorView> prefix, Optional<TensorView> score,
-                      TensorView workspace, int64_t padded_queries, double scale, int64_t shift,
-                      int64_t dependent_launch) {
+                      TensorView workspace, int64_t padded_queries, double scale, int64_t shift, int64_t flags) {
   SparseSpecVerifyArgs args = {};
   args.q = q.data_ptr(), args.k_cache = k_cache.data_ptr(), args.v_cache = v_cache.data_ptr();
   args.page_table = static_cast<const int32_t*>(page_table.data_ptr());
@@ -232,7 +241,7 @@ void verify_attention(TensorView q, TensorView k_cache, TensorView v_cache, Tens
   args.ref_lse = data<float>(ref_lse), args.offset = data<int64_t>(offset);
   args.prefix = data<int32_t>(prefix), args.score = data<int32_t>(score);
   args.workspace = workspace.data_ptr(), args.workspace_bytes = workspace.size(0);
-  args.page_stride = page_table.stride(0);
+  args.q_stride = q.stride(0), args.page_stride = page_table.stride(0);
   if (score.has_value()) {
     const TensorView lines = score.value();
     args.capacity = lines.size(lines.ndim() - 1);
@@ -242,7 +251,7 @@ void verify_attention(TensorView q, TensorView k_cache, TensorView v_cache, Tens
   args.q_heads = static_cast<int32_t>(q.size(1)), args.kv_heads = static_cast<int32_t>(k_cache.size(1));
   args.head_dim = static_cast<int32_t>(q.size(2)), args.width = static_cast<int32_t>(page_table.size(1));
   args.scale = static_cast<float>(scale), args.shift = static_cast<int32_t>(shift);
-  args.device = q.device().device_id, args.dependent_launch = static_cast<int32_t>(dependent_launch);
+  args.device = q.device().device_id, args.flags = static_cast<int32_t>(flags);
   args.stream = TVMFFIEnvGetStream(kDLCUDA, args.device);
   if (sparsespec_verify_attention(&args)) TVM_FFI_THROW(RuntimeError) << sparsespec_verify_error();
 }

@@ -21,13 +21,14 @@ struct VerifyConfig {
   static constexpr int kHalfStage = kKeys * kRowBytes, kStageBytes = 2 * kHalfStage;
   static constexpr int kPitch = 16 * (kColTiles | 1);   // bytes of a row of P; odd in chunks: no bank conflicts
   static constexpr bool kQueryInRegisters = kColTiles <= 5;
-  static constexpr int kParts = kColTiles > 8 ? 2 : 1, kSpan = kColTiles / kParts; // column tiles of S held at a time
+  static constexpr int kParts = kColTiles > 9 ? 2 : 1, kSpan = kColTiles / kParts; // column tiles of S held at a time
   static constexpr int kDimTiles = kHeadDim / kWarps / 16;                         // 16-row tiles of O^T of a warp
   static constexpr int kQueryAt = kStages * kStageBytes, kProbAt = kQueryAt + kCols * kRowBytes;
   static constexpr int kColumnAt = kProbAt + kKeys * kPitch;
-  static constexpr int kReduceAt = kColumnAt + 5 * 4 * kCols, kInfoAt = kReduceAt + kWarps * kCols * 4;
-  static constexpr int kScratchAt = kInfoAt + kStages * static_cast<int>(sizeof(TileInfo));
-  static constexpr int kSharedBytes = kScratchAt + (kWarps + 2) * 4;
+  static constexpr int kReduceAt = kColumnAt + 5 * 4 * kCols, kFetchedAt = kReduceAt + kWarps * kCols * 4;
+  static constexpr int kRowFetchedAt = kFetchedAt + 4 * kCols, kInfoAt = kRowFetchedAt + 16;
+  static constexpr int kSharedBytes = kInfoAt + kStages * static_cast<int>(sizeof(TileInfo));
+  static constexpr int kSlack = kColTiles <= 2 ? 50 : 12; // percent; the less a tile costs, the less idle CTAs matter
   static_assert(kColTiles % kParts == 0 && kDimTiles >= 1 && kThreads >= kCols && kHeadDim % 32 == 0);
 };
 
@@ -56,10 +57,12 @@ struct Worker {
   }
 
   __device__ __forceinline__ void issue(const Cursor<C::kKeys>& cursor, int stage) const;
+  __device__ __forceinline__ void fetch_segment(int row, int unit, int queries) const;
   __device__ __forceinline__ void begin_segment(const TileInfo& info);
   __device__ __forceinline__ void query_fragment(uint32_t (&b)[4], int tile, int pair) const;
   __device__ __forceinline__ void logits(float (&s)[C::kSpan][4], int part, uint32_t keys, const TileInfo& info) const;
-  __device__ __forceinline__ void raise_reference(uint32_t keys, const TileInfo& info);
+  __device__ __forceinline__ void column_tops(const float (&s)[C::kSpan][4], int part) const;
+  __device__ __forceinline__ void raise_reference();
   __device__ __forceinline__ void probabilities(uint32_t keys, const TileInfo& info, bool opens);
   __device__ __forceinline__ void add_scores(float above, float below, const TileInfo& info) const;
   __device__ __forceinline__ void add_values(uint32_t values);
@@ -79,7 +82,7 @@ __device__ __forceinline__ void Worker<C>::issue(const Cursor<C::kKeys>& cursor,
 #pragma unroll
   for (int pass = 0; pass < 16 / kRows; ++pass) {
     const int key = pass * kRows + sub;
-    const int slot = __shfl_sync(0xffffffffu, cursor.slot, key);
+    const int slot = __shfl_sync(kAllLanes, cursor.slot, key);
     const int64_t at = max(slot, 0) * token + inside;
     const uint32_t to = base + key * C::kRowBytes + ((chunk ^ (key & 7)) << 4);
     copy_16(to, p.k + at, slot < 0 ? 0 : 16);
@@ -87,30 +90,59 @@ __device__ __forceinline__ void Worker<C>::issue(const Cursor<C::kKeys>& cursor,
   }
 }
 
-// Loads the segment's queries and clears the sums. All threads; the caller's barrier has ended every earlier read.
+// Requests the queries of a segment and what its scores need. All threads; begin_segment of the segment before is over.
 template <class C>
-__device__ __forceinline__ void Worker<C>::begin_segment(const TileInfo& info) {
-  const int head = info.unit / p.chunks, from = (info.unit - head * p.chunks) * p.chunk_queries;
-  const int real = min(info.queries - from, p.chunk_queries) * p.group; // columns of real queries
-  const int row = (info.row * p.padded_queries + from) * p.q_heads + head * p.group;
+__device__ __forceinline__ void Worker<C>::fetch_segment(int row, int unit, int queries) const {
+  const int head = unit / p.chunks, from = (unit - head * p.chunks) * p.chunk_queries;
+  const int real = min(queries - from, p.chunk_queries) * p.group; // columns of real queries
+  const int first_token = row * p.padded_queries + from;
+#pragma unroll (C::kQueryInRegisters ? 1 : 4) // chosen for registers and code size: there are three copies
   for (int i = threadIdx.x; i < C::kCols * C::kRowChunks; i += C::kThreads) {
     const int column = i / C::kRowChunks, chunk = i % C::kRowChunks, token = column / p.group;
-    const int64_t at = static_cast<int64_t>(row + token * p.q_heads + column - token * p.group) * C::kHeadDim;
-    uint4 value = make_uint4(0, 0, 0, 0);
-    if (column < real) value = *reinterpret_cast<const uint4*>(p.q + at + chunk * 8);
-    store_shared(shared + C::kQueryAt + column * C::kRowBytes + ((chunk ^ (column & 7)) << 4), value);
+    const int64_t inside = (head * p.group + column - token * p.group) * C::kHeadDim + chunk * 8;
+    const bool is_real = column < real;
+    copy_16(shared + C::kQueryAt + column * C::kRowBytes + ((chunk ^ (column & 7)) << 4),
+            is_real ? p.q + (first_token + token) * p.q_stride + inside : p.q, is_real ? 16 : 0);
   }
+  if (p.score == nullptr) return;
+  const int column = threadIdx.x;
+  if (column < C::kCols) {
+    const int line = first_token * p.q_heads + head * p.group;
+    const int token = column / p.group, at = line + token * p.q_heads + column - token * p.group;
+    copy_4(shared + C::kFetchedAt + column * 4, p.ref_lse + (column < real ? at : 0), column < real ? 4 : 0);
+  }
+  if (column == 0) {
+    copy_8(shared + C::kRowFetchedAt, p.offset + row, 8);
+    copy_4(shared + C::kRowFetchedAt + 8, p.prefix + row, 4);
+  }
+}
+
+// Takes over what fetch_segment brought and clears the sums. All threads; the caller's barrier has ended every earlier
+// read. Where nothing was requested ahead it requests it now, and waits for all copies that are on their way.
+template <class C>
+__device__ __forceinline__ void Worker<C>::begin_segment(const TileInfo& info) {
+  if (!(info.flags & kFetched)) {
+    fetch_segment(info.row, info.unit, info.queries);
+    commit_copies();
+    wait_copies<0>();
+    __syncthreads();
+  }
+  const int head = info.unit / p.chunks, from = (info.unit - head * p.chunks) * p.chunk_queries;
+  const int real = min(info.queries - from, p.chunk_queries) * p.group;
+  const int row = (info.row * p.padded_queries + from) * p.q_heads + head * p.group;
   score_keys = 0;
   if (p.score != nullptr) {
-    const int64_t offset = p.offset[info.row];
-    if (offset >= 0) score_keys = static_cast<int>(min(static_cast<int64_t>(p.prefix[info.row]), p.capacity - offset));
+    const int64_t offset = *reinterpret_cast<const int64_t*>(smem + C::kRowFetchedAt);
+    const int64_t prefix = *reinterpret_cast<const int*>(smem + C::kRowFetchedAt + 8);
+    if (offset >= 0) score_keys = static_cast<int>(min(prefix, p.capacity - offset));
     score = p.score + head * p.score_stride + offset;
   }
   if (threadIdx.x < C::kCols) {
     const int column = threadIdx.x, token = column / p.group;
     const bool is_real = column < real;
     const int line = row + token * p.q_heads + column - token * p.group;
-    float estimate = is_real && p.score != nullptr ? p.ref_lse[line] * kLog2e : INFINITY;
+    float estimate = INFINITY;
+    if (is_real && p.score != nullptr) estimate = reinterpret_cast<const float*>(smem + C::kFetchedAt)[column] * kLog2e;
     ref[column] = estimate > -INFINITY ? estimate : INFINITY; // no estimate (NaN too): the factor becomes zero
     level[(column / 2) * 4 + column % 2] = kNothing;
     limit[column] = is_real ? info.first + from + token : 0x7fffffff;
@@ -176,26 +208,26 @@ __device__ __forceinline__ void Worker<C>::logits(float (&s)[C::kSpan][4], int p
   }
 }
 
-// Sets each column's reference to the largest logit so far and rescales the sums.
+// Notes the largest logits of the warp's keys for the column tiles of one part.
 template <class C>
-__device__ __forceinline__ void Worker<C>::raise_reference(uint32_t keys, const TileInfo& info) {
+__device__ __forceinline__ void Worker<C>::column_tops(const float (&s)[C::kSpan][4], int part) const {
 #pragma unroll
-  for (int part = 0; part < C::kParts; ++part) {
-    float s[C::kSpan][4];
-    logits(s, part, keys, info);
+  for (int n = 0; n < C::kSpan; ++n) {
+    float even = fmaxf(s[n][0] * p.scale_log2, s[n][2] * p.scale_log2);
+    float odd = fmaxf(s[n][1] * p.scale_log2, s[n][3] * p.scale_log2);
 #pragma unroll
-    for (int n = 0; n < C::kSpan; ++n) {
-      float even = fmaxf(s[n][0] * p.scale_log2, s[n][2] * p.scale_log2);
-      float odd = fmaxf(s[n][1] * p.scale_log2, s[n][3] * p.scale_log2);
-#pragma unroll
-      for (int step = 4; step < 32; step *= 2) {
-        even = fmaxf(even, __shfl_xor_sync(0xffffffffu, even, step));
-        odd = fmaxf(odd, __shfl_xor_sync(0xffffffffu, odd, step));
-      }
-      float* at = reduce + warp * C::kCols + (part * C::kSpan + n) * 8 + 2 * t;
-      if (g == 0) at[0] = even, at[1] = odd;
+    for (int step = 4; step < 32; step *= 2) {
+      even = fmaxf(even, __shfl_xor_sync(kAllLanes, even, step));
+      odd = fmaxf(odd, __shfl_xor_sync(kAllLanes, odd, step));
     }
+    float* at = reduce + warp * C::kCols + (part * C::kSpan + n) * 8 + 2 * t;
+    if (g == 0) at[0] = even, at[1] = odd;
   }
+}
+
+// Sets each column's reference to the largest logit so far and rescales the sums. After column_tops.
+template <class C>
+__device__ __forceinline__ void Worker<C>::raise_reference() {
   __syncthreads();
 #pragma unroll
   for (int n = 0; n < C::kColTiles; ++n) {
@@ -228,14 +260,22 @@ template <class C>
 __device__ __forceinline__ void Worker<C>::probabilities(uint32_t keys, const TileInfo& info, bool opens) {
   float tile_sum[C::kColTiles][2], above, below;
   const uint32_t to = shared + C::kProbAt + (warp * 16 + g) * C::kPitch + t * 4;
+  float s[C::kSpan][4];
+  if constexpr (C::kParts == 1) logits(s, 0, keys, info);
   for (bool raise = opens;; raise = true) {
-    if (raise) raise_reference(keys, info);
+    if (raise) {
+#pragma unroll
+      for (int part = 0; part < C::kParts; ++part) {
+        if constexpr (C::kParts > 1) logits(s, part, keys, info);
+        column_tops(s, part);
+      }
+      raise_reference();
+    }
     float highest = kNothing;
     above = below = 0.f;
 #pragma unroll
     for (int part = 0; part < C::kParts; ++part) {
-      float s[C::kSpan][4];
-      logits(s, part, keys, info);
+      if constexpr (C::kParts > 1) logits(s, part, keys, info);
 #pragma unroll
       for (int n = 0; n < C::kSpan; ++n) {
         const int tile = part * C::kSpan + n;
@@ -268,8 +308,8 @@ template <class C>
 __device__ __forceinline__ void Worker<C>::add_scores(float above, float below, const TileInfo& info) const {
 #pragma unroll
   for (int step = 1; step < 4; step *= 2) {
-    above += __shfl_xor_sync(0xffffffffu, above, step);
-    below += __shfl_xor_sync(0xffffffffu, below, step);
+    above += __shfl_xor_sync(kAllLanes, above, step);
+    below += __shfl_xor_sync(kAllLanes, below, step);
   }
   const int key = info.key + warp * 16 + g + 8 * t;
   const int value = __float2int_rn(t == 0 ? above : below);
@@ -316,7 +356,7 @@ __device__ __forceinline__ void Worker<C>::end_segment(const TileInfo& info) {
     for (int side = 0; side < 2; ++side) {
       float x = sum[n][side];
 #pragma unroll
-      for (int step = 4; step < 32; step *= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+      for (int step = 4; step < 32; step *= 2) x += __shfl_xor_sync(kAllLanes, x, step);
       if (g == 0) reduce[warp * C::kCols + n * 8 + 2 * t + side] = x;
     }
   }
@@ -385,7 +425,7 @@ __device__ __forceinline__ void Worker<C>::write_partial(const float (&total)[C:
       if (warp == 0 && g == 0) p.partial_sum[first + column] = make_float2(level[(n * 4 + t) * 4 + side], total[n][side]);
     }
   }
-  if (threadIdx.x == 0 && info.segments > 0) p.merges[blockIdx.x] = make_int4(info.row, info.unit, info.segments, 0);
+  if (threadIdx.x == 0 && info.segments > 0) p.merges[blockIdx.x] = make_int4(info.row, info.unit, info.segments, info.queries);
 }
 
 }  // namespace sparsespec

@@ -24,6 +24,7 @@ HEAD_DIMS = (64, 128)
 MAX_GROUP = 128
 MAX_SHIFT = 22
 SCOPES = ("layer", "kv_head")
+DEPENDENT_MERGE, DEPENDENT_VERIFY, EQUAL_RANGES = 1, 2, 4  # SparseSpecVerifyFlags
 
 
 @functools.cache
@@ -85,6 +86,19 @@ def _check(name: str, tensor: torch.Tensor, shape: tuple, dtype: torch.dtype, de
         )
 
 
+def _check_queries(q: torch.Tensor, tokens: int) -> None:
+    """Raise ValueError unless q is bf16 [tokens, Hq, D] whose tokens are dense rows at 16-byte boundaries."""
+    _, heads, head_dim = q.shape
+    dense = q.stride(2) == 1 and (heads == 1 or q.stride(1) == head_dim)
+    aligned = q.stride(0) % 8 == 0 and q.stride(0) >= heads * head_dim and q.data_ptr() % 16 == 0
+    if q.shape[0] != tokens or q.dtype != torch.bfloat16 or not dense or not aligned:
+        raise ValueError(
+            f"q is {list(q.shape)} {q.dtype} with strides {q.stride()}, {q.data_ptr() % 16} bytes off a "
+            f"multiple of 16; needed: [{tokens}, {heads}, {head_dim}] torch.bfloat16 at a multiple of 16, "
+            f"strides (a multiple of 8 from {heads * head_dim}, {head_dim}, 1): copy it with .contiguous()"
+        )
+
+
 def _check_inputs(q, k_cache, v_cache, page_table, first, queries, padded_queries) -> tuple[int, int]:
     """Return (rows, KV heads) after checking the tensors that are always there."""
     device = q.device
@@ -100,7 +114,7 @@ def _check_inputs(q, k_cache, v_cache, page_table, first, queries, padded_querie
     reason = supported(head_dim, q_heads // kv_heads, padded_queries, q.dtype, device)
     if reason:
         raise ValueError(f"verify_attention cannot run: {reason}")
-    _check("q", q, (rows * padded_queries, q_heads, head_dim), torch.bfloat16, device)
+    _check_queries(q, rows * padded_queries)
     _check("k_cache", k_cache, (None, kv_heads, head_dim), torch.bfloat16, device)
     _check("v_cache", v_cache, tuple(k_cache.shape), torch.bfloat16, device)
     _check("first", first, (rows,), torch.int32, device)
@@ -158,11 +172,14 @@ def verify_attention(
     scope: str = "layer",
     workspace: torch.Tensor | None = None,
     dependent_launch: bool = True,
+    dependent_verify: bool = False,
+    equal_ranges: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of up to `padded_queries` query tokens a row over the row's keys; returns (out, lse).
 
-    R rows, Q = padded_queries, W logical positions a row. bf16: q [R*Q, Hq, D], k_cache and v_cache
-    [slots, Hkv, D], out as q. int32: page_table [R, W] (any row stride), first [R], queries [R]. Query t of
+    R rows, Q = padded_queries, W logical positions a row. bf16: q [R*Q, Hq, D] (any token stride that is a
+    multiple of 8, so that it can be a slice of a fused projection), k_cache and v_cache [slots, Hkv, D], out
+    [R*Q, Hq, D] contiguous. int32: page_table [R, W] (any row stride), first [R], queries [R]. Query t of
     row r stands at position first[r] + t and sees keys 0 .. first[r] + t. lse [Hq, R*Q] float32, natural log.
     Padding queries and empty rows (queries = 0) get out = 0 and lse = -inf.
 
@@ -173,11 +190,15 @@ def verify_attention(
     offset [R] int64, prefix [R] int32.
 
     workspace: uint8, at least `workspace_size(...)`; allocated if None (a CUDA graph keeps it in its pool).
+    dependent_launch: the second of the two kernels is a programmatic dependent of the first.
+    dependent_verify: the first is one of the kernel before it in the stream; only safe if that kernel, where
+    it was launched as a dependent itself, waited for its own predecessor.
+    equal_ranges: never give a CTA whole rows and heads, which saves the merge of short rows; for comparisons.
     Raises ValueError for shapes or a device that the kernel cannot serve, RuntimeError where compiling fails.
     """
     rows, kv_heads = _check_inputs(q, k_cache, v_cache, page_table, first, queries, padded_queries)
     tokens, q_heads, head_dim = q.shape
-    out = torch.empty_like(q) if out is None else out
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     lse = torch.empty(q_heads, tokens, dtype=torch.float32, device=q.device) if lse is None else lse
     _check("out", out, tuple(q.shape), torch.bfloat16, q.device)
     _check("lse", lse, (q_heads, tokens), torch.float32, q.device)
@@ -205,7 +226,9 @@ def verify_attention(
         score,
         workspace,
     )
-    numbers = (padded_queries, float(scale), shift or 0, int(dependent_launch))
+    flags = DEPENDENT_MERGE * bool(dependent_launch) | DEPENDENT_VERIFY * bool(dependent_verify)
+    flags |= EQUAL_RANGES * bool(equal_ranges)
+    numbers = (padded_queries, float(scale), shift or 0, flags)
     function = cuda_build.tvm_function()
     with torch.cuda.device(q.device):
         if function is not None:
@@ -215,7 +238,7 @@ def verify_attention(
     return out, lse
 
 
-def _call(tensors: tuple, padded_queries: int, scale: float, shift: int, dependent_launch: int) -> None:
+def _call(tensors: tuple, padded_queries: int, scale: float, shift: int, flags: int) -> None:
     """Launch through ctypes, for machines without tvm_ffi."""
     q, k_cache, _, page_table, first, _, _, _, _, _, _, score, workspace = tensors
     pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
@@ -224,6 +247,7 @@ def _call(tensors: tuple, padded_queries: int, scale: float, shift: int, depende
     args = cuda_build.VerifyArgs(
         *pointers,
         workspace.numel(),
+        q.stride(0),
         page_table.stride(0),
         0 if score is None else score.shape[-1],
         score.stride(0) if by_head else 0,
@@ -236,7 +260,7 @@ def _call(tensors: tuple, padded_queries: int, scale: float, shift: int, depende
         scale,
         shift,
         device,
-        dependent_launch,
+        flags,
         torch.cuda.current_stream(device).cuda_stream,
     )
     library = cuda_build.library()

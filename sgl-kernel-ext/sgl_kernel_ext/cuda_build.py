@@ -34,11 +34,12 @@ class VerifyArgs(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("q", "k_cache", "v_cache", "page_table", "first", "queries")),
         *((name, ctypes.c_void_p) for name in ("out", "lse", "ref_lse", "offset", "prefix", "score")),
         ("workspace", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("workspace_bytes", "page_stride", "capacity", "score_stride")),
+        *((name, ctypes.c_int64) for name in ("workspace_bytes", "q_stride", "page_stride")),
+        *((name, ctypes.c_int64) for name in ("capacity", "score_stride")),
         *((name, ctypes.c_int32) for name in ("rows", "padded_queries", "q_heads", "kv_heads")),
         *((name, ctypes.c_int32) for name in ("head_dim", "width")),
         ("scale", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in ("shift", "device", "dependent_launch")),
+        *((name, ctypes.c_int32) for name in ("shift", "device", "flags")),
         ("stream", ctypes.c_void_p),
     )
 
@@ -96,7 +97,7 @@ def _tvm_ffi_flags() -> tuple[list[str], list[str]]:
 
 
 def build() -> Path:
-    """Path of the compiled library, compiled now (about half a minute) if the cache has none.
+    """Path of the compiled library, compiled now (up to a minute) if the cache has none.
 
     Raises RuntimeError without nvcc or when it fails; its output is in the message.
     """

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from sglang_sparsespec.attention import fa3_obstacle, triton_obstacle
+from sglang_sparsespec.attention import fa3_obstacle, fused_obstacle, triton_obstacle
 from sglang_sparsespec.attention.interface import LayerKV
 from sglang_sparsespec.attention.paged_reference import TorchPagedAttention
 
@@ -12,18 +12,28 @@ SLOTS = 40_000
 SHAPES = [(32, 8, 128), (8, 8, 64), (16, 1, 128), (28, 4, 256)]
 
 
-@pytest.fixture(params=["fa3", "triton"])
+@pytest.fixture(params=["fa3", "triton", "fused"])
 def fast(request):
-    obstacle = {"fa3": fa3_obstacle, "triton": triton_obstacle}[request.param](DEVICE, torch.bfloat16, 128)
-    if obstacle:
-        pytest.skip(f"no {request.param}: {obstacle}")
-    if request.param == "fa3":
-        from sglang_sparsespec.attention.fa3 import FA3Attention
+    """A function that makes the attention of a shape, or skips where it cannot."""
+    obstacle = {"fa3": fa3_obstacle, "triton": triton_obstacle, "fused": fused_obstacle}[request.param]
 
-        return FA3Attention()
-    from sglang_sparsespec.attention.triton_paged import TritonPagedAttention
+    def make(shape):
+        heads, kv_heads, dim = shape
+        if reason := obstacle(DEVICE, torch.bfloat16, dim):
+            pytest.skip(f"no {request.param}: {reason}")
+        if request.param == "fused":
+            from sglang_sparsespec.attention.fused import FusedAttention
 
-    return TritonPagedAttention()
+            return FusedAttention(heads=heads, kv_heads=kv_heads, head_dim=dim, queries=9, device=DEVICE)
+        if request.param == "fa3":
+            from sglang_sparsespec.attention.fa3 import FA3Attention
+
+            return FA3Attention()
+        from sglang_sparsespec.attention.triton_paged import TritonPagedAttention
+
+        return TritonPagedAttention()
+
+    return make
 
 
 def make_layer(heads: int, kv_heads: int, dim: int) -> LayerKV:
@@ -54,12 +64,13 @@ def close(got, want, real, *, loose: float = 1.0) -> None:
 @pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize("rows", [1, 5, 43])
 def test_draft_rows_match_the_reference(fast, rows, per_head, shape):
-    layer = make_layer(*shape)
+    attention, layer = fast(shape), make_layer(*shape)
     lengths = torch.randint(1, 420, (rows,), dtype=torch.int32, device="cuda")
     lengths[-1] = 0 if rows > 1 else 7
     pages = make_pages(rows, 450, lengths, shape[1] if per_head else 1)
     q = torch.randn(rows, shape[0], shape[2], dtype=torch.bfloat16, device="cuda")
-    got = fast.draft(layer, q, pages, lengths)
+    attention.begin_drafts(lengths)
+    got = attention.draft(layer, q, pages, lengths)
     want = TorchPagedAttention().draft(layer, q, pages, lengths)
     real = lengths > 0
     close(got, want, real)
@@ -70,13 +81,13 @@ def test_draft_rows_match_the_reference(fast, rows, per_head, shape):
 @pytest.mark.parametrize("queries", [2, 9, 16])
 @pytest.mark.parametrize("rows", [1, 5, 20])
 def test_verify_rows_match_the_reference(fast, rows, queries, shape):
-    layer = make_layer(*shape)
+    attention, layer = fast(shape), make_layer(*shape)
     lengths = torch.randint(queries, 3000, (rows,), dtype=torch.int32, device="cuda")
     lengths[-1] = 0 if rows > 1 else 99
     pages = make_pages(rows, 3100, lengths)[:, 0]
     q = torch.randn(rows * queries, shape[0], shape[2], dtype=torch.bfloat16, device="cuda")
     starts = torch.arange(rows + 1, dtype=torch.int32, device="cuda") * queries
-    got = fast.verify(layer, q, pages, lengths, starts, queries)
+    got = attention.verify(layer, q, pages, lengths, starts, queries)
     want = TorchPagedAttention().verify(layer, q, pages, lengths, starts, queries)
     real = (lengths > 0).repeat_interleave(queries)
     close(got, want, real)
@@ -84,7 +95,7 @@ def test_verify_rows_match_the_reference(fast, rows, queries, shape):
 
 
 def test_an_fp8_cache_is_read_with_its_scales(fast):
-    layer = make_layer(32, 8, 128)
+    attention, layer = fast((32, 8, 128)), make_layer(32, 8, 128)
     eight = {part: (getattr(layer, part) / 2).to(torch.float8_e4m3fn) for part in "kv"}
     stored = LayerKV(**{**vars(layer), **eight, "k_scale": 2.0, "v_scale": 2.0})
     read_back = LayerKV(**{**vars(layer), **{part: t.float() * 2 for part, t in eight.items()}})
@@ -93,7 +104,7 @@ def test_an_fp8_cache_is_read_with_its_scales(fast):
     # FA3 wants queries in fp8 too: these lose nothing by it.
     q = torch.randn(27, 32, 128, dtype=torch.bfloat16, device="cuda").to(torch.float8_e4m3fn).bfloat16()
     starts = torch.arange(4, dtype=torch.int32, device="cuda") * 9
-    got = fast.verify(stored, q, pages, lengths, starts, 9)
+    got = attention.verify(stored, q, pages, lengths, starts, 9)
     want = TorchPagedAttention().verify(read_back, q, pages, lengths, starts, 9)
     close(got, want, slice(None), loose=3.0)
     torch.testing.assert_close(got[1], want[1].float(), atol=0.02, rtol=0.01)

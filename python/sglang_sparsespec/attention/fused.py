@@ -10,7 +10,8 @@ from sglang_sparsespec.attention.paged import ScoredRows, ScoreTarget
 
 
 class FusedAttention(FA3Attention):
-    """FA3, but for verifications that make selections: those emit scores, normalised by the drafts' LSE.
+    """Our kernel for drafts that share a layer's selection, and for verifications that make selections: those
+    emit scores, normalised by the drafts' LSE. FA3 for all else.
 
     Args:
         heads, kv_heads, head_dim: of this rank's layers. queries: k+1.
@@ -29,9 +30,32 @@ class FusedAttention(FA3Attention):
 
         super().__init__()
         self._verify_attention = cuda.verify_attention
-        size = cuda.workspace_size(head_dim, heads // kv_heads, queries, torch.device(device))
+        group, device = heads // kv_heads, torch.device(device)
+        size = max(cuda.workspace_size(head_dim, group, n, device) for n in (1, queries))
         # The layers of a micro-step run one after the other.
         self._workspace = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def begin_drafts(self, lengths: torch.Tensor) -> None:
+        # A draft's query is its own last key.
+        self._first, self._queries = lengths - 1, lengths.clamp(max=1)
+
+    def draft(
+        self, layer: LayerKV, q: torch.Tensor, pages: torch.Tensor, lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if pages.shape[1] > 1:
+            return super().draft(layer, q, pages, lengths)
+        out, lse = self._verify_attention(
+            q,
+            layer.k,
+            layer.v,
+            pages[:, 0],
+            self._first,
+            self._queries,
+            padded_queries=1,
+            scale=layer.scale,
+            workspace=self._workspace,
+        )
+        return out, lse.t()
 
     def verify_scored(
         self,
@@ -42,7 +66,7 @@ class FusedAttention(FA3Attention):
         target: ScoreTarget,
     ) -> torch.Tensor:
         out, _ = self._verify_attention(
-            q.contiguous(),
+            q,
             layer.k,
             layer.v,
             pages,

@@ -19,6 +19,9 @@ class PagedAttention(ABC):
     name: str
     fuses_scores = False  # whether `verify_scored` exists: scores from the verification's own pass over K
 
+    def begin_drafts(self, lengths: torch.Tensor) -> None:  # noqa: B027
+        """Told once a micro-step, before its first layer: the `lengths` that `draft` gets for all layers."""
+
     @abstractmethod
     def draft(
         self, layer: LayerKV, q: torch.Tensor, pages: torch.Tensor, lengths: torch.Tensor

@@ -144,6 +144,8 @@ class DeviceRounds:
         self.kernels.prepare(buffers, self.requests, page_width=self.page_width, capacity=self.capacity)
         self.kernels.draft_pages(buffers, self.requests, self.draft_pages)
         self.kernels.verify_pages(buffers, self.requests, self.verify_pages)
+        if buffers.nd:
+            self.attention.begin_drafts(buffers.draft_len)
         self._draft_lse.clear()
         if self.fused and step.scored and step.rows is not None:
             self._reference_lse = self._estimate_lse(step.rows)

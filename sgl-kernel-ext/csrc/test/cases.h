@@ -15,12 +15,15 @@ namespace sparsespec_test {
 struct Shape {
   int head_dim, rows, padded_queries, kv_heads, group, longest;
   bool per_head, spikes; // score scope; keys whose logits exceed the headroom of the fixed reference
+  int lengths = 0;       // kMixed, or all rows `longest` keys, 1 .. longest keys, 1 key
+  int q_pad = 0;         // elements between the last head of a query token and the next token
 };
+enum : int { kMixed = 0, kFull = 1, kShort = 2, kSingle = 3 };
 
 struct Batch {
   Shape shape;
   int width, slots, shift = 20;
-  int64_t page_stride, capacity;
+  int64_t q_stride, page_stride, capacity;
   float scale;
   std::vector<uint16_t> q, k, v; // bf16
   std::vector<int32_t> pages, first, queries, prefix;
@@ -28,6 +31,8 @@ struct Batch {
   std::vector<float> ref_lse;
   int q_heads() const { return shape.kv_heads * shape.group; }
   int tokens() const { return shape.rows * shape.padded_queries; }
+  size_t line_of(int token, int head) const { return token * q_stride + static_cast<size_t>(head) * shape.head_dim; }
+  size_t out_elements() const { return static_cast<size_t>(tokens()) * q_heads() * shape.head_dim; }
   int score_lines() const { return shape.per_head ? shape.kv_heads : 1; }
 };
 
@@ -63,6 +68,12 @@ inline void draw_lengths(Batch& b, std::mt19937& random, bool keep_all_rows_full
     if (!keep_all_rows_full && random() % 5 == 0) real = 0;
     const int kinds[4] = {0, static_cast<int>(random() % (std::min(s.longest, 69) + 1)), s.longest, static_cast<int>(random() % (s.longest + 1))};
     b.first[r] = kinds[random() % 4];
+    if (s.lengths != kMixed) {
+      const int keys = s.lengths == kFull ? s.longest : s.lengths == kShort ? 1 + static_cast<int>(random() % s.longest) : 1;
+      real = real == 0 && s.lengths != kShort ? s.padded_queries : std::min(real, keys);
+      b.first[r] = keys - std::min(std::max(real, 1), keys);
+      if (real > 0) real = keys - b.first[r];
+    }
     b.queries[r] = real;
     b.prefix[r] = random() % 3 == 0 ? b.first[r] / 2 : b.first[r] + real;
     b.offset[r] = random() % 6 == 0 ? -1 : at;
@@ -105,12 +116,12 @@ inline Batch make_batch(const Shape& s, unsigned seed) {
         b.v[static_cast<size_t>(slot) * line + i] = bf16_bits(normal(random));
       }
     }
-  b.q.resize(static_cast<size_t>(b.tokens()) * b.q_heads() * s.head_dim);
-  for (auto& x : b.q) x = bf16_bits(normal(random) * 1.5f);
-  for (int r = 0; r < s.rows; ++r) // queries that do not exist hold garbage
-    for (size_t i = static_cast<size_t>(r * s.padded_queries + b.queries[r]) * b.q_heads() * s.head_dim;
-         i < static_cast<size_t>(r + 1) * s.padded_queries * b.q_heads() * s.head_dim; ++i)
-      b.q[i] = 0x7fc0;
+  b.q_stride = static_cast<int64_t>(b.q_heads()) * s.head_dim + s.q_pad;
+  b.q.assign(b.tokens() * b.q_stride, 0x7fc0); // queries that do not exist and what is between tokens: NaN
+  for (int r = 0; r < s.rows; ++r)
+    for (int t = 0; t < b.queries[r]; ++t)
+      for (size_t i = b.line_of(r * s.padded_queries + t, 0), end = i + b.q_heads() * s.head_dim; i < end; ++i)
+        b.q[i] = bf16_bits(normal(random) * 1.5f);
   b.ref_lse.assign(static_cast<size_t>(b.tokens()) * b.q_heads(), std::numeric_limits<float>::quiet_NaN());
   return b;
 }
@@ -122,7 +133,7 @@ inline void reference_row(const Batch& b, int r, bool estimates, Reference& want
   for (int t = 0; t < b.queries[r]; ++t)
     for (int h = 0; h < Hq; ++h) {
       const int token = r * s.padded_queries + t, keys = b.first[r] + t + 1, kv = h / s.group;
-      const uint16_t* q = &b.q[(static_cast<size_t>(token) * Hq + h) * D];
+      const uint16_t* q = &b.q[b.line_of(token, h)];
       double top = -INFINITY, sum = 0;
       for (int j = 0; j < keys; ++j) {
         const uint16_t* k = &b.k[static_cast<size_t>(b.pages[r * b.page_stride + j]) * line + kv * D];
@@ -156,7 +167,7 @@ inline void reference_row(const Batch& b, int r, bool estimates, Reference& want
 // Also fills b.ref_lse with perturbed true values if `estimates`.
 inline Reference reference(Batch& b, bool estimates) {
   Reference want;
-  want.out.assign(b.q.size(), 0.0);
+  want.out.assign(b.out_elements(), 0.0);
   want.lse.assign(static_cast<size_t>(b.tokens()) * b.q_heads(), -INFINITY);
   want.score.assign(static_cast<size_t>(b.capacity) * b.score_lines(), 0.0);
   std::vector<std::thread> threads; // rows touch disjoint results

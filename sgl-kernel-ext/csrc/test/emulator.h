@@ -14,6 +14,7 @@
 #include <functional>
 #include <memory>
 #include <random>
+#include <utility>
 #include <vector>
 
 #define __device__
@@ -76,7 +77,7 @@ struct Rendezvous { // of all lanes of a warp, or all threads of a block
 struct PendingCopy {
   uint32_t shared;
   const void* global;
-  int bytes;
+  int bytes, size; // bytes of the source; the rest of the size becomes zero
 };
 
 struct Fiber {
@@ -96,7 +97,7 @@ struct Machine {
   std::function<void()> body;
   int current = 0;
   std::mt19937 random{12345};
-  const char *readable_from[2] = {nullptr, nullptr}, *readable_to[2] = {nullptr, nullptr}; // sources of copy_16
+  std::vector<std::pair<const char*, const char*>> readable; // sources of cp.async
   long conflicts = 0;
 
   void block_on(Rendezvous& r) {
@@ -220,27 +221,40 @@ T __shfl_up_sync(unsigned, T value, int step) {
   return shuffle(value, 4, lane >= step ? lane - step : lane);
 }
 
+inline unsigned __ballot_sync(unsigned, int predicate) {
+  const std::vector<Offer>& table = meet_warp({7, {predicate != 0}});
+  unsigned votes = 0;
+  for (int lane = 0; lane < 32; ++lane) votes |= table[lane].words[0] << lane;
+  return votes;
+}
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __ffs(int x) { return __builtin_ffs(x); }
+
 inline int __float2int_rn(float x) { return static_cast<int>(std::nearbyint(x)); }
 inline void atomicAdd(int* at, int value) { *at += value; }
 inline uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) - smem);
 }
 
-inline void copy_16(uint32_t shared, const void* global, int bytes) {
+inline void copy_async(uint32_t shared, const void* global, int bytes, int size) {
   const char* from = static_cast<const char*>(global);
   bool readable = false;
-  for (int i = 0; i < 2; ++i) readable |= from >= machine.readable_from[i] && from + 16 <= machine.readable_to[i];
-  if (!readable) stop("copy_16 reads outside of the caches");
-  std::memset(smem + shared, 0xff, 16);
-  machine.fibers[machine.current].groups.back().push_back({shared, global, bytes});
+  for (const auto& [begin, end] : machine.readable) readable |= from >= begin && from + size <= end;
+  if (!readable) stop("cp.async reads outside of its arrays", size);
+  if (shared % size || reinterpret_cast<uintptr_t>(global) % size) stop("cp.async is not aligned", shared, size);
+  std::memset(smem + shared, 0xff, size);
+  machine.fibers[machine.current].groups.back().push_back({shared, global, bytes, size});
 }
+inline void copy_16(uint32_t shared, const void* global, int bytes) { copy_async(shared, global, bytes, 16); }
+inline void copy_8(uint32_t shared, const void* global, int bytes) { copy_async(shared, global, bytes, 8); }
+inline void copy_4(uint32_t shared, const void* global, int bytes) { copy_async(shared, global, bytes, 4); }
 inline void commit_copies() { machine.fibers[machine.current].groups.push_back({}); }
 template <int kPending>
 void wait_copies() {
   auto& groups = machine.fibers[machine.current].groups; // the last one is open
   for (int i = 0; i + 1 + kPending < static_cast<int>(groups.size()); ++i) {
     for (const PendingCopy& copy : groups[i]) {
-      std::memset(smem + copy.shared, 0, 16);
+      std::memset(smem + copy.shared, 0, copy.size);
       std::memcpy(smem + copy.shared, copy.global, copy.bytes);
     }
     groups[i].clear();
@@ -318,6 +332,11 @@ inline uint32_t to_bf16(float x) {
 inline uint32_t pack_bf16(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
 inline void store_shared(uint32_t address, uint32_t value) { std::memcpy(smem + address, &value, 4); }
 inline void store_shared(uint32_t address, uint4 value) { std::memcpy(smem + address, &value, 16); }
+template <int kCount>
+void load_floats(float (&to)[kCount], const float* from) { std::memcpy(to, from, sizeof(to)); }
+inline float2 load_float2(const float2* from) { return *from; }
+inline int4 load_int4(const int4* from) { return *from; }
+inline void prefetch(const void*) {}
 inline void launch_dependents() {}
 inline void wait_for_dependency() {}
 

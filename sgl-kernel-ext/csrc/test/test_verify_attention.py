@@ -142,6 +142,31 @@ def test_graph_replay_with_other_lengths():
 
 
 @needs_hopper
+@pytest.mark.parametrize("equal_ranges", [False, True])
+def test_queries_may_be_a_slice_of_a_fused_projection(equal_ranges):
+    batch = Batch([410, 300, 64], [5, 1, 5])
+    fused = torch.full((len(batch.q), batch.HKV * (batch.G + 2) * batch.D), torch.nan, device="cuda")
+    fused = fused.to(torch.bfloat16)
+    slice_of_q = fused[:, : batch.q[0].numel()].view(batch.q.shape)
+    slice_of_q.copy_(batch.q)
+    options = {"padded_queries": batch.Q, "scale": batch.D**-0.5, "equal_ranges": equal_ranges}
+    want = cuda.verify_attention(*batch.tensors(), **options)
+    batch.q = slice_of_q
+    got = cuda.verify_attention(*batch.tensors(), **options)
+    assert got[0].is_contiguous()
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])
+
+
+def test_queries_must_be_aligned():
+    fused = torch.zeros(6, 6 * 128, dtype=torch.bfloat16)
+    cuda._check_queries(fused[:, :512].view(6, 4, 128), 6)
+    for other in (fused[:, 1:513].view(6, 4, 128), fused[:1, :512].expand(6, 512).view(6, 4, 128)):
+        with pytest.raises(ValueError, match=r"copy it with .contiguous\(\)"):
+            cuda._check_queries(other, 6)
+
+
+@needs_hopper
 def test_errors_name_what_is_allowed():
     batch = Batch([10, 10], [5, 5])
     score = torch.zeros(batch.capacity, dtype=torch.int32, device="cuda")

@@ -65,34 +65,15 @@ template <class C, int kMode>
 __global__ void __launch_bounds__(C::kThreads, C::kCtas) probe_kernel(const __grid_constant__ sparsespec::VerifyParams p) {
   using namespace sparsespec;
   extern __shared__ __align__(1024) unsigned char smem[];
-  const Range range = split_work<C::kKeys, C::kWarps>(p, reinterpret_cast<int*>(smem + C::kScratchAt));
-  const int count = range.end - range.begin;
-  if (count == 0) return;
+  const Range range = split_work<C::kKeys, C::kSlack>(p);
+  if (range.begin == range.end) return;
   Worker<C> work(p, smem);
-  TileInfo* infos = reinterpret_cast<TileInfo*>(smem + C::kInfoAt);
-  Cursor<C::kKeys> cursor;
-  cursor.start(p, range);
-  const auto load = [&](int stage) {
-    if (cursor.next < range.end) {
-      work.issue(cursor, stage);
-      if (threadIdx.x == 0) infos[stage] = cursor.describe(range);
-      cursor.advance(p, range);
-    }
-    commit_copies();
-  };
-  for (int stage = 0; stage < C::kStages - 1; ++stage) load(stage);
-  for (int i = 0, stage = 0; i < count; ++i) {
-    wait_copies<C::kStages - 2>();
-    __syncthreads();
-    load(stage == 0 ? C::kStages - 1 : stage - 1);
+  for_each_tile<C>(work, range, [&](int stage, const TileInfo& info) {
     if constexpr (kMode == 1) {
-      const TileInfo info = infos[stage];
-      const uint32_t keys = work.shared + stage * C::kStageBytes;
       if (info.flags & kOpens) work.begin_segment(info);
-      work.probabilities(keys, info, info.flags & kOpens);
+      work.probabilities(work.shared + stage * C::kStageBytes, info, info.flags & kOpens);
     }
-    stage = stage + 1 == C::kStages ? 0 : stage + 1;
-  }
+  });
 }
 
 template <class C, int kMode>
@@ -160,7 +141,7 @@ struct TimedBatch {
     if (scores) a.ref_lse = ref_lse.data, a.offset = offset.data, a.prefix = prefix.data, a.score = score.data;
     a.page_stride = a.width = keys, a.capacity = static_cast<int64_t>(rows) * keys, a.score_stride = scores == 2 ? a.capacity : 0;
     a.rows = rows, a.padded_queries = padded, a.q_heads = kHeads, a.kv_heads = kKvHeads, a.head_dim = kDim;
-    a.scale = 0.088388347f, a.shift = 20, a.dependent_launch = 1;
+    a.scale = 0.088388347f, a.shift = 20, a.flags = SPARSESPEC_DEPENDENT_MERGE;
     return a;
   }
 };
@@ -204,35 +185,69 @@ void time_direct(const TimedBatch& b, const char* what, Work work) {
   report(b, what, median_us(work));
 }
 
+// A graph of `layers` equal launches.
+inline cudaGraphExec_t graph_of(SparseSpecVerifyArgs args, int layers) {
+  cudaStream_t stream;
+  CHECK(cudaStreamCreate(&stream));
+  args.stream = stream;
+  const int flags = args.flags;
+  return capture(stream, [&] {
+    for (int i = 0; i < layers; ++i) {
+      args.flags = i == 0 ? flags & ~SPARSESPEC_DEPENDENT_VERIFY : flags; // the first has no kernel before it
+      if (sparsespec_verify_attention(&args)) die(sparsespec_verify_error());
+    }
+  });
+}
+
+inline void time_in_graph(const TimedBatch& b, const char* what, const SparseSpecVerifyArgs& args) {
+  const cudaGraphExec_t graph = graph_of(args, 1);
+  time_direct(b, what, [&] { CHECK(cudaGraphLaunch(graph, nullptr)); });
+  CHECK(cudaGraphExecDestroy(graph));
+}
+
+// One of 16 launches in a row, without the cost of starting a graph. Caches of up to 50 MB stay in L2 meanwhile.
+inline void time_layers(const TimedBatch& b, const SparseSpecVerifyArgs& args) {
+  const cudaGraphExec_t graph = graph_of(args, 16);
+  const bool chained = args.flags & SPARSESPEC_DEPENDENT_VERIFY;
+  report(b, chained ? "  one of 16 in a graph, chained" : "  one of 16 in a graph",
+         median_us([&] { CHECK(cudaGraphLaunch(graph, nullptr)); }) / 16);
+  CHECK(cudaGraphExecDestroy(graph));
+}
+
 inline void time_shape(const TimedBatch& b) {
   const char* names[3] = {"attention", "attention + scores", "attention + scores per KV head"};
   for (int scores = 0; scores < 3; ++scores) {
     SparseSpecVerifyArgs args = b.args(scores);
     const auto call = [&] { if (sparsespec_verify_attention(&args)) die(sparsespec_verify_error()); };
     time_direct(b, names[scores], call);
-    cudaStream_t stream;
-    CHECK(cudaStreamCreate(&stream));
-    args.stream = stream;
-    const cudaGraphExec_t graph = capture(stream, call);
-    time_direct(b, "  in a graph", [&] { CHECK(cudaGraphLaunch(graph, nullptr)); });
+    time_in_graph(b, "  in a graph", args);
     if (scores == 0) {
-      args.stream = nullptr, args.dependent_launch = 0;
-      time_direct(b, "  without dependent launch", call);
+      args.flags = 0;
+      time_in_graph(b, "  in a graph, merge not dependent", args);
+      args.flags = SPARSESPEC_DEPENDENT_MERGE | SPARSESPEC_EQUAL_RANGES;
+      time_in_graph(b, "  in a graph, equal ranges", args);
+      args.flags = SPARSESPEC_DEPENDENT_MERGE;
+      time_layers(b, args);
+      args.flags = SPARSESPEC_DEPENDENT_MERGE | SPARSESPEC_DEPENDENT_VERIFY;
+      time_layers(b, args);
     }
   }
 }
 
 template <int kTiles, int kWarps, int kStages, int kCtas>
-void time_variant(const TimedBatch& b) {
+void time_variant(const TimedBatch& b, int flags = SPARSESPEC_DEPENDENT_MERGE) {
   using C = sparsespec::VerifyConfig<128, kTiles, kWarps, kStages, kCtas>;
-  const std::string name = "  warps " + std::to_string(kWarps) + ", stages " + std::to_string(kStages) + ", CTAs/SM " +
-                           std::to_string(kCtas);
-  time_direct(b, name.c_str(), [&] { launch_variant<C>(b.args(b.padded > 1)); });
+  std::string name = "  keys " + std::to_string(C::kKeys) + ", stages " + std::to_string(kStages) + ", CTAs/SM " +
+                     std::to_string(kCtas);
+  if (flags & SPARSESPEC_EQUAL_RANGES) name += ", equal ranges";
+  SparseSpecVerifyArgs args = b.args(b.padded > 1);
+  args.flags = flags;
+  time_direct(b, name.c_str(), [&] { launch_variant<C>(args); });
 }
 
 template <int kTiles>
 void time_parts(const TimedBatch& b) {
-  using C = typename sparsespec::Instance<128, kTiles>::Config;
+  using C = sparsespec::Instance<128, kTiles>;
   time_direct(b, "  loads only", [&] { launch_probe<C, 0>(b.args(1)); });
   time_direct(b, "  loads, logits, scores", [&] { launch_probe<C, 1>(b.args(1)); });
 }
@@ -247,12 +262,19 @@ inline void time_all() {
     time_variant<5, 8, 3, 1>(b);
     time_variant<5, 8, 2, 1>(b);
   }
-  for (int keys : {410, 820}) {
-    const TimedBatch b(43, keys, 1);
+  constexpr int kEqual = SPARSESPEC_DEPENDENT_MERGE | SPARSESPEC_EQUAL_RANGES;
+  for (const auto& [rows, keys] : {std::pair<int, int>{43, 410}, {43, 820}, {20, 410}, {100, 410}}) {
+    const TimedBatch b(rows, keys, 1);
     time_shape(b);
     time_parts<1>(b);
     time_variant<1, 4, 2, 3>(b);
+    time_variant<1, 4, 2, 3>(b, kEqual);
+    time_variant<1, 4, 3, 2>(b);
+    time_variant<1, 4, 3, 2>(b, kEqual);
     time_variant<1, 4, 2, 2>(b);
+    time_variant<1, 2, 4, 3>(b);
+    time_variant<1, 2, 4, 3>(b, kEqual);
+    time_variant<1, 2, 3, 4>(b);
     time_variant<1, 8, 3, 1>(b);
   }
   for (int padded : {5, 13, 17}) time_shape(TimedBatch(24, 8192, padded));
