@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+from cell import flush, get_load
 from sglang_sparsespec._client import Outcome, answer_all, encode_prompts, load_problems
 from sglang_sparsespec._server import ServerProcess
 
@@ -32,6 +33,8 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "pillar": {},
     "pillar-kv_head": {"index_scope": "kv_head"},
     "pillar-unified": {"schedule": "unified"},
+    "pillar-int8": {"draft_weights": "int8"},
+    "pillar-int4": {"draft_weights": "int4"},
     "pillar-flashinfer": {"attention": "flashinfer"},
     "pillar-stride2": {"score_layer_stride": 2},
     "pillar-every2": {"score_every": 2},
@@ -84,6 +87,11 @@ async def server_info(url: str) -> dict[str, Any]:
         return (await reply.json())["internal_states"][0]
 
 
+async def load(url: str) -> dict[str, Any]:
+    async with aiohttp.ClientSession() as session:
+        return await get_load(session, url)
+
+
 def parted(ours: list[int], reference: list[int]) -> int | None:
     """Position of the first different token, None where all are equal."""
     if ours == reference:
@@ -130,6 +138,8 @@ def run(
             result["avg_spec_accept_length"] = state["avg_spec_accept_length"]
             result["sparsespec"] = state["sparsespec"]
             result["storm"] = asyncio.run(storm(server.url, prompts, args.storm))
+            asyncio.run(flush(server.url))
+            result["kv_usage_after_storm"] = asyncio.run(load(server.url)).get("token_usage")
             again = [Outcome(problem) for problem in problems[:3]]
             asyncio.run(answer_all(server.url, prompts[:3], again, max_tokens=300, concurrency=3))
             result["after_storm_parted_at"] = [parted(o.token_ids, ids[i][:300]) for i, o in enumerate(again)]

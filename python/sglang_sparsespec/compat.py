@@ -57,6 +57,9 @@ SIGNATURES = (
     "speculative.spec_info.SpeculativeAlgorithm.register",
     "speculative.spec_info.SpeculativeAlgorithm.create_future_map",
     "speculative.spec_registry.CustomSpecAlgo.__init__",
+    "layers.quantization.unquant.UnquantizedLinearMethod.apply",
+    "layers.quantization.marlin_utils.marlin_permute_scales",
+    "layers.quantization.marlin_utils.marlin_make_workspace",
     "plugins.hook_registry.HookRegistry.register",
     "plugins.hook_registry.HookRegistry.apply_hooks",
     "server_args.ServerArgs.add_cli_args",
@@ -318,6 +321,93 @@ def model_logits(runner: Any, forward_batch: Any) -> Any:
     ):
         out = runner.model.forward(forward_batch.input_ids, forward_batch.positions, forward_batch)
     return out.next_token_logits
+
+
+def plain_linears(model: Any) -> Iterator[Any]:
+    """The model's linear layers whose weights are as loaded, [N, K], in the order of the modules."""
+    from sglang.srt.layers.linear import LinearBase
+    from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+
+    for layer in model.modules():
+        if isinstance(layer, LinearBase) and type(layer.quant_method) is UnquantizedLinearMethod:
+            weight = getattr(layer, "weight", None)
+            # On some CPUs SGLang repacks weights into a shape of their own.
+            if (
+                weight is not None
+                and weight.dim() == 2
+                and not getattr(layer, "use_intel_amx_backend", False)
+            ):
+                yield layer
+
+
+def wrap_linear(layer: Any, apply: Callable[[Callable[..., Any], Any, Any], Any]) -> None:
+    """Let `apply(own, x, bias)` compute a linear layer's product; `own(x, bias)` is what it was before."""
+    method = layer.quant_method
+    own = method.apply
+
+    def instead(layer: Any, x: Any, bias: Any = None) -> Any:
+        return apply(lambda x, bias: own(layer, x, bias), x, bias)
+
+    # The instance is the layer's alone: LinearBase makes one for each.
+    method.apply = instead
+
+
+class Marlin:
+    """SGLang's Marlin kernels on one device; they are compiled at the first use.
+
+    Raises (when made):
+        ImportError, RuntimeError, OSError: they cannot be built here.
+    """
+
+    def __init__(self, device: Any) -> None:
+        import torch
+        from sglang.kernels.ops.gemm.gptq_marlin import gptq_marlin_gemm
+        from sglang.kernels.ops.quantization.gptq_marlin_repack import gptq_marlin_repack
+        from sglang.srt.layers.quantization import marlin_utils
+
+        self._gemm, self._repack, self._utils = gptq_marlin_gemm, gptq_marlin_repack, marlin_utils
+        self._none = torch.empty(0, dtype=torch.int32, device=device)
+        self._workspace = marlin_utils.marlin_make_workspace(device)
+        types = marlin_utils.scalar_types
+        self._types = {4: types.uint4b8, 8: types.uint8b128}
+        # Built now, so that what fails does so at start-up.
+        weight = torch.zeros(64, 128, dtype=torch.uint8, device=device)
+        codes, scales = self.pack(weight, weight[:, :1].to(torch.bfloat16), bits=8, group=128)
+        self.multiply(weight[:16].to(torch.bfloat16), codes, scales, bits=8, shape=(64, 128))
+
+    def pack(self, codes: Any, scales: Any, *, bits: int, group: int) -> tuple[Any, Any]:
+        """Codes [N, K] uint8 and scales [N, K / group], as the kernel wants them."""
+        import torch
+
+        outputs, inputs = codes.shape
+        each = 32 // bits
+        # GPTQ's layout: [K / each, N] int32, the first input in the lowest bits.
+        parts = codes.T.reshape(inputs // each, each, outputs).to(torch.int32)
+        packed = torch.zeros(inputs // each, outputs, dtype=torch.int32, device=codes.device)
+        for at in range(each):
+            packed |= parts[:, at] << (bits * at)
+        packed = self._repack(packed, self._none, inputs, outputs, bits)
+        ordered = self._utils.marlin_permute_scales(scales.T.contiguous(), inputs, outputs, group)
+        return packed, ordered
+
+    def multiply(self, x: Any, codes: Any, scales: Any, *, bits: int, shape: tuple[int, int]) -> Any:
+        """x [T, K], contiguous, times packed codes: [T, N]. `shape` is (N, K)."""
+        return self._gemm(
+            x.contiguous(),
+            None,
+            codes,
+            scales,
+            None,
+            None,
+            None,
+            None,
+            self._workspace,
+            self._types[bits],
+            size_m=x.shape[0],
+            size_n=shape[0],
+            size_k=shape[1],
+            use_fp32_reduce=True,
+        )
 
 
 def main() -> None:

@@ -61,6 +61,11 @@ class SparseSpecConfig:
         "attention of draft and verify rows ('torch_paged' is the slow reference of the CUDA-graph path)",
         choices=("auto", "fused", "fa3", "triton", "flashinfer", "torch", "torch_paged"),
     )
+    draft_weights: str = _key(
+        "model",
+        "weights that drafts read: the model's own, or quantised copies beside them (lossless all the same)",
+        choices=("model", "int8", "int4"),
+    )
     score_layer_stride: int = _key(
         1, "adjacent layers that share a selection; one in so many is scored", low=1, high=64
     )
@@ -74,6 +79,12 @@ class SparseSpecConfig:
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
             _check_value(spec, getattr(self, spec.name))
+        if self.draft_weights != "model" and self.schedule == "unified":
+            raise ConfigError(
+                f"draft_weights is {self.draft_weights!r} and schedule is 'unified': there, drafts and "
+                "verifications share a forward pass and so its weights. Use schedule 'lockstep', or "
+                "draft_weights 'model'."
+            )
 
     def budget(self, length: int) -> int:
         """Tokens a draft row keeps of a context of `length` tokens, sinks and recent ones included."""

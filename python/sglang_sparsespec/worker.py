@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from sglang_sparsespec.attention import make_attention, query_heads
 from sglang_sparsespec.attention.backend import SparseSpecAttentionBackend
 from sglang_sparsespec.attention.paged import PagedAttention
 from sglang_sparsespec.config import SparseSpecConfig, resolve_config
+from sglang_sparsespec.draft_weights import DraftWeights
 from sglang_sparsespec.metrics import AcceptanceMetrics, PhaseTimer
 from sglang_sparsespec.refusals import unsupported_layer
 from sglang_sparsespec.rounds.batch import MicroStepBatch
@@ -62,6 +64,24 @@ class SparseSpecWorker(BaseSpecWorker):
         self._seed = int(server_args.random_seed or 0)
         self._generator = torch.Generator(device=self.device).manual_seed(self._seed)
         self.graph_batch_sizes: list[int] = []
+        # Before the KV pool is sized, so that it leaves them their memory.
+        self.draft_weights = self._make_draft_weights()
+
+    def _make_draft_weights(self) -> DraftWeights | None:
+        if self.config.draft_weights == "model":
+            return None
+        weights = DraftWeights(self.model_runner.model, self.config.draft_weights)
+        logger.info(
+            "SPARSESPEC drafts on %s copies of %d linear layers, %.2f GiB",
+            weights.kind,
+            len(weights),
+            weights.nbytes / 2**30,
+        )
+        return weights
+
+    def _weights_for(self, *, drafts_only: bool) -> contextlib.AbstractContextManager[None]:
+        use = self.draft_weights is not None and drafts_only
+        return self.draft_weights.active() if use and self.draft_weights else contextlib.nullcontext()
 
     # -- start-up, in the order in which the scheduler calls -------------------------------------
 
@@ -180,6 +200,7 @@ class SparseSpecWorker(BaseSpecWorker):
             "config": self.config.asdict(),
             "attention": self.attention_name,
             "selection_state_bytes": self.state_bytes,
+            "draft_weights_bytes": self.draft_weights.nbytes if self.draft_weights else 0,
             "select_time_us_per_layer": round(self.timer.mean_us("select"), 2),
             "draft_micro_step_us": round(self.timer.mean_us("draft"), 1),
             "verify_micro_step_us": round(self.timer.mean_us("verify"), 1),
@@ -193,6 +214,9 @@ class SparseSpecWorker(BaseSpecWorker):
     def clear_cache_pool(self) -> None:
         self.planner.forget()
         self.rounds.forget()
+        # SGLang flushes after it updates weights.
+        if self.draft_weights is not None and (changed := self.draft_weights.refresh()):
+            logger.info("SPARSESPEC quantised %d layers anew, whose weights were changed", changed)
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
         self.metrics.finished(num_correct_drafts_per_req)
@@ -271,9 +295,10 @@ class SparseSpecWorker(BaseSpecWorker):
             row_pools=micro.row_pools,
             row_prefix=micro.row_prefix,
         )
-        result = self._target_worker.forward_batch_generation(
-            batch=None, forward_batch=forward_batch, is_verify=True
-        )
+        with self._weights_for(drafts_only=not micro.verifies):
+            result = self._target_worker.forward_batch_generation(
+                batch=None, forward_batch=forward_batch, is_verify=True
+            )
         return result.logits_output.next_token_logits
 
     def _forward_device(self, step: DeviceStep) -> torch.Tensor:
@@ -291,7 +316,8 @@ class SparseSpecWorker(BaseSpecWorker):
         backend = self.model_runner.attn_backend
         backend.bind(step)
         try:
-            return compat.model_logits(self.model_runner, forward_batch)
+            with self._weights_for(drafts_only=buffers.nv == 0):
+                return compat.model_logits(self.model_runner, forward_batch)
         finally:
             backend.bind(None)
 

@@ -55,6 +55,7 @@ def test_every_key_can_be_given():
         "schedule": "unified",
         "draft_support": 5,
         "attention": "torch",
+        "draft_weights": "model",
         "score_layer_stride": 2,
         "score_every": 3,
         "debug_drafts": "wrong",

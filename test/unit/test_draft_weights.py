@@ -1,0 +1,111 @@
+"""Quantised copies of weights, on the reference product."""
+
+import pytest
+import torch
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang_sparsespec import compat
+from sglang_sparsespec.config import ConfigError, SparseSpecConfig
+from sglang_sparsespec.draft_weights import (
+    GROUP,
+    DraftWeights,
+    DraftWeightsError,
+    dequantise,
+    quantise,
+)
+
+
+class Layer(torch.nn.Module):
+    """As SGLang's linear layers: a weight, and a method that multiplies by it."""
+
+    def __init__(self, outputs, inputs):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(outputs, inputs) * 0.1, requires_grad=False)
+        self.quant_method = UnquantizedLinearMethod()
+
+    def forward(self, x, bias=None):
+        return self.quant_method.apply(self, x, bias)
+
+
+@pytest.fixture
+def model(monkeypatch):
+    monkeypatch.setattr("sglang.srt.layers.linear.LinearBase", Layer)
+    torch.manual_seed(0)
+    return torch.nn.Sequential(Layer(128, 256), Layer(64, 128), Layer(40, 64))
+
+
+@pytest.mark.parametrize(("bits", "most"), [(8, 0.01), (4, 0.12)])
+def test_codes_are_near_the_weights(bits, most):
+    torch.manual_seed(1)
+    weight = torch.randn(64, 4 * GROUP) * torch.rand(64, 1)
+    codes, scales = quantise(weight, bits)
+    assert codes.dtype == torch.uint8
+    assert int(codes.max()) < 1 << bits
+    back = dequantise(codes, scales, bits)
+    assert (back - weight).norm() < most * weight.norm()
+    # The slow, obvious way: a group at a time, at the scale that was chosen.
+    half = 1 << (bits - 1)
+    for row, group in [(0, 0), (63, 3), (17, 2)]:
+        part = slice(group * GROUP, (group + 1) * GROUP)
+        want = (weight[row, part] / scales[row, group]).round().clamp(-half, half - 1)
+        assert torch.equal(codes[row, part].float() - half, want)
+
+
+def test_groups_of_zeros_and_of_one_large_weight_survive():
+    weight = torch.zeros(2, GROUP)
+    weight[1, 7] = 3.0
+    for bits in (4, 8):
+        back = dequantise(*quantise(weight, bits), bits)
+        assert torch.equal(back[0], weight[0])
+        assert back[1, 7] == pytest.approx(3.0, rel=0.25)
+        assert back.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_copies_are_in_use_inside_active_only(model, kind):
+    x, bias = torch.randn(3, 256), torch.randn(128)
+    own = model[0](x, bias)
+    weights = DraftWeights(model, kind)
+    assert len(weights) == 2  # 40 outputs are no multiple of 64
+    assert torch.equal(model[0](x, bias), own)
+    with weights.active():
+        drafted = model[0](x, bias)
+    codes = quantise(model[0].weight.data, weights.bits)
+    want = torch.nn.functional.linear(x, dequantise(*codes, weights.bits), bias)
+    assert torch.equal(drafted, want)
+    assert not torch.equal(drafted, own)
+    with pytest.raises(ZeroDivisionError), weights.active():
+        1 / 0  # noqa: B018
+    assert torch.equal(model[0](x, bias), own)
+
+
+def test_changed_weights_are_quantised_anew(model):
+    weights = DraftWeights(model, "int8")
+    assert weights.refresh() == 0
+    model[1].weight.data.mul_(3)
+    x = torch.randn(2, 128)
+    assert weights.refresh() == 1
+    with weights.active():
+        assert torch.allclose(model[1](x), torch.nn.functional.linear(x, model[1].weight), atol=0.1)
+    assert weights.refresh() == 0
+
+
+def test_a_model_without_a_layer_to_quantise_is_refused(monkeypatch):
+    monkeypatch.setattr("sglang.srt.layers.linear.LinearBase", Layer)
+    with pytest.raises(DraftWeightsError, match='Set it to "model"'):
+        DraftWeights(torch.nn.Sequential(Layer(40, 64)), "int4")
+
+
+def test_a_kernel_that_cannot_be_built_is_an_error_with_ways_out(model, monkeypatch):
+    weights = DraftWeights(model, "int8")
+
+    def fail(device):
+        raise RuntimeError("no nvcc")
+
+    monkeypatch.setattr(compat, "Marlin", fail)
+    with pytest.raises(DraftWeightsError, match=r"no nvcc.*Install them, or set draft_weights"):
+        weights._load_kernel(torch.device("cuda"))
+
+
+def test_unified_shares_its_forwards_and_so_its_weights():
+    with pytest.raises(ConfigError, match=r"draft_weights is 'int8' and schedule is 'unified'.*Use schedule"):
+        SparseSpecConfig(draft_weights="int8", schedule="unified")
