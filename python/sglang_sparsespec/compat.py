@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import pkgutil
+import re
 import textwrap
 from collections.abc import Callable, Iterator
 from importlib import metadata
@@ -352,28 +353,62 @@ def wrap_linear(layer: Any, apply: Callable[[Callable[..., Any], Any, Any], Any]
     method.apply = instead
 
 
-class Marlin:
-    """SGLang's Marlin kernels on one device; they are compiled at the first use.
+def marlin_source() -> str:
+    """SGLang's Marlin GEMM, left with what drafts need: symmetric codes of 4 and 8 bits, groups of 128.
 
-    Raises (when made):
+    The whole file holds some 400 kernels, which compile for a quarter of an hour; these 30 take a minute.
+    """
+    import sglang.kernels.jit
+
+    path = Path(sglang.kernels.jit.__file__).parent / "csrc/gemm/marlin/gptq_marlin.cuh"
+    text = path.read_text()
+    others = r"_GET_IF\(W_TYPE, \d, N_BLOCKS, K_BLOCKS, (true|false), (-1|2|4), NUM_THREADS, false\)\s*\\"
+    unused = r"((FP4|BIGGROUP|ACT|FZP)_GET_IF\(host::\w+\)|COMMON_GET_IF\(host::kU4\))"
+    # Definitions of macros that are left without a use cost nothing.
+    reduced = re.sub(rf"^[ ]*({others}|{unused})\n", "", text, flags=re.MULTILINE)
+    return reduced.replace('#include "', f'#include "{path.parent}/')
+
+
+def _kept(source: str, folder: Path) -> Path:
+    """A file of the folder that holds `source`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"draft_gemm-{hashlib.sha256(source.encode()).hexdigest()[:16]}.cuh"
+    if not path.exists():
+        draft = path.with_suffix(f".{os.getpid()}")
+        draft.write_text(source)
+        draft.replace(path)
+    return path
+
+
+class Marlin:
+    """SGLang's Marlin kernels for one device and type of activations; compiled when made, and kept.
+
+    Raises:
         ImportError, RuntimeError, OSError: they cannot be built here.
     """
 
-    def __init__(self, device: Any) -> None:
+    def __init__(self, device: Any, dtype: Any) -> None:
         import torch
-        from sglang.kernels.ops.gemm.gptq_marlin import gptq_marlin_gemm
+        from sgl_kernel_ext.cuda_build import cache_dir
+        from sglang.kernels.jit.utils import load_jit, make_cpp_args
         from sglang.kernels.ops.quantization.gptq_marlin_repack import gptq_marlin_repack
         from sglang.srt.layers.quantization import marlin_utils
 
-        self._gemm, self._repack, self._utils = gptq_marlin_gemm, gptq_marlin_repack, marlin_utils
-        self._none = torch.empty(0, dtype=torch.int32, device=device)
-        self._workspace = marlin_utils.marlin_make_workspace(device)
+        self._repack, self._utils = gptq_marlin_repack, marlin_utils
+        arguments = make_cpp_args(dtype)
+        self._module = load_jit(
+            "sparsespec_draft_gemm",
+            *arguments,
+            cuda_files=[str(_kept(marlin_source(), cache_dir()))],
+            cuda_wrappers=[("multiply", f"gptq_marlin_gemm<{arguments}>")],
+        )
         types = marlin_utils.scalar_types
-        self._types = {4: types.uint4b8, 8: types.uint8b128}
-        # Built now, so that what fails does so at start-up.
-        weight = torch.zeros(64, 128, dtype=torch.uint8, device=device)
-        codes, scales = self.pack(weight, weight[:, :1].to(torch.bfloat16), bits=8, group=128)
-        self.multiply(weight[:16].to(torch.bfloat16), codes, scales, bits=8, shape=(64, 128))
+        self._types = {4: types.uint4b8.id, 8: types.uint8b128.id}
+        self._workspace = marlin_utils.marlin_make_workspace(device)
+        units = torch.cuda.get_device_properties(device).multi_processor_count
+        self._sums = torch.empty(units * 64 * 256, dtype=torch.float32, device=device)
+        self._no_indices = torch.empty(0, dtype=torch.int32, device=device)
+        self._no_values = torch.empty(0, dtype=dtype, device=device)
 
     def pack(self, codes: Any, scales: Any, *, bits: int, group: int) -> tuple[Any, Any]:
         """Codes [N, K] uint8 and scales [N, K / group], as the kernel wants them."""
@@ -390,24 +425,31 @@ class Marlin:
         ordered = self._utils.marlin_permute_scales(scales.T.contiguous(), inputs, outputs, group)
         return packed, ordered
 
-    def multiply(self, x: Any, codes: Any, scales: Any, *, bits: int, shape: tuple[int, int]) -> Any:
-        """x [T, K], contiguous, times packed codes: [T, N]. `shape` is (N, K)."""
-        return self._gemm(
-            x.contiguous(),
-            None,
-            codes,
-            scales,
-            None,
-            None,
-            None,
-            None,
-            self._workspace,
-            self._types[bits],
-            size_m=x.shape[0],
-            size_n=shape[0],
-            size_k=shape[1],
-            use_fp32_reduce=True,
-        )
+    def multiply(self, x: Any, codes: Any, scales: Any, *, bits: int, outputs: int) -> Any:
+        """x [T, K] times packed codes: [T, N = outputs], summed in float32."""
+        import torch
+
+        out = torch.empty(x.shape[0], outputs, dtype=x.dtype, device=x.device)
+        if len(x):
+            self._module.multiply(
+                x.contiguous(),
+                codes,
+                scales,
+                self._no_values,  # global scale
+                self._no_indices,  # zero points
+                self._no_indices,  # groups in the order of activations
+                self._no_indices,
+                out,
+                self._sums,
+                self._no_values,
+                self._workspace,
+                self._types[bits],
+                True,  # all of K is here
+                False,  # atomic sums would not be the same twice
+                True,  # sum in float32
+                False,  # zero points are no floats
+            )
+        return out
 
 
 def main() -> None:

@@ -1,9 +1,9 @@
 """Quantised copies of the model's linear layers, which drafts read instead of the weights themselves.
 
 At few requests, and at short contexts, a draft costs what its weights cost to read. Drafts may be wrong, so
-they may read 8 or 4 bits a weight where the verification reads 16. The output stays the model's own: every token
-still comes from a verification with the full weights, which also overwrites the KV that drafts left behind. (The
-idea: QSpec, arXiv 2410.11305; QuantSpec, arXiv 2502.10424, quantises the KV cache as well.)
+they may read 8 or 4 bits a weight where the verification reads 16. The output stays the model's own: every
+token still comes from a verification with the full weights, which also overwrites the KV that drafts left
+behind. (The idea: QSpec, arXiv 2410.11305; QuantSpec, arXiv 2502.10424, quantises the KV cache as well.)
 
 Codes are symmetric, with a scale for each output and GROUP inputs. On CUDA the product is SGLang's Marlin
 kernel; elsewhere a slow reference multiplies by the dequantised weights.
@@ -100,7 +100,7 @@ class MarlinLinear:
 
     def __init__(self, weight: torch.Tensor, bits: int, kernel: compat.Marlin) -> None:
         self._bits, self._kernel = bits, kernel
-        self._shape = (weight.shape[0], weight.shape[1])
+        self._outputs = weight.shape[0]
         self._codes, self._scales = self._pack(weight)
         self.nbytes = self._codes.nbytes + self._scales.nbytes
 
@@ -116,10 +116,10 @@ class MarlinLinear:
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         flat = x.reshape(-1, x.shape[-1])
-        out = self._kernel.multiply(flat, self._codes, self._scales, bits=self._bits, shape=self._shape)
+        out = self._kernel.multiply(flat, self._codes, self._scales, bits=self._bits, outputs=self._outputs)
         if bias is not None:
             out += bias
-        return out.view(*x.shape[:-1], self._shape[0])
+        return out.view(*x.shape[:-1], self._outputs)
 
 
 class DraftWeights:
@@ -141,13 +141,13 @@ class DraftWeights:
         kernel: compat.Marlin | None = None
         for layer in compat.plain_linears(model):
             weight = layer.weight.data
-            if weight.shape[0] % 64 or weight.shape[1] % GROUP:
+            if weight.shape[0] % 64 or weight.shape[1] % GROUP or weight.shape[1] < 2 * GROUP:
                 continue
             linear: DraftLinear
             if weight.is_cuda:
                 if weight.numel() < SMALLEST_ON_CUDA or weight.dtype not in (torch.bfloat16, torch.float16):
                     continue
-                kernel = kernel or self._load_kernel(weight.device)
+                kernel = kernel or self._load_kernel(weight)
                 linear = MarlinLinear(weight, self.bits, kernel)
             else:
                 linear = ReferenceLinear(weight, self.bits)
@@ -160,9 +160,9 @@ class DraftWeights:
                 '"model".'
             )
 
-    def _load_kernel(self, device: torch.device) -> compat.Marlin:
+    def _load_kernel(self, weight: torch.Tensor) -> compat.Marlin:
         try:
-            return compat.Marlin(device)
+            return compat.Marlin(weight.device, weight.dtype)
         except Exception as error:  # a compiler's, a linker's or an import's: none of them is ours to list
             raise DraftWeightsError(
                 f"draft_weights is {self.kind!r}, but SGLang's Marlin kernel cannot be built here: {error}. "

@@ -12,12 +12,12 @@ pytestmark = pytest.mark.gpu
 def kernel():
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    return compat.Marlin(torch.device("cuda"))
+    return compat.Marlin(torch.device("cuda"), torch.bfloat16)
 
 
 @pytest.mark.parametrize("kind", list(BITS))
 @pytest.mark.parametrize(
-    "shape", [(6144, 4096), (4096, 4096), (4096, 12288), (64, 128), (1536, 896)], ids=str
+    "shape", [(6144, 4096), (4096, 4096), (4096, 12288), (64, 256), (1536, 896)], ids=str
 )
 @pytest.mark.parametrize("tokens", [1, 7, 48, 96, 300])
 def test_the_product_is_the_dequantised_weights(kernel, kind, shape, tokens):

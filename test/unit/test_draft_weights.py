@@ -30,7 +30,7 @@ class Layer(torch.nn.Module):
 def model(monkeypatch):
     monkeypatch.setattr("sglang.srt.layers.linear.LinearBase", Layer)
     torch.manual_seed(0)
-    return torch.nn.Sequential(Layer(128, 256), Layer(64, 128), Layer(40, 64))
+    return torch.nn.Sequential(Layer(128, 256), Layer(64, 256), Layer(40, 64))
 
 
 @pytest.mark.parametrize(("bits", "most"), [(8, 0.01), (4, 0.12)])
@@ -82,7 +82,7 @@ def test_changed_weights_are_quantised_anew(model):
     weights = DraftWeights(model, "int8")
     assert weights.refresh() == 0
     model[1].weight.data.mul_(3)
-    x = torch.randn(2, 128)
+    x = torch.randn(2, 256)
     assert weights.refresh() == 1
     with weights.active():
         assert torch.allclose(model[1](x), torch.nn.functional.linear(x, model[1].weight), atol=0.1)
@@ -98,14 +98,25 @@ def test_a_model_without_a_layer_to_quantise_is_refused(monkeypatch):
 def test_a_kernel_that_cannot_be_built_is_an_error_with_ways_out(model, monkeypatch):
     weights = DraftWeights(model, "int8")
 
-    def fail(device):
+    def fail(device, dtype):
         raise RuntimeError("no nvcc")
 
     monkeypatch.setattr(compat, "Marlin", fail)
     with pytest.raises(DraftWeightsError, match=r"no nvcc.*Install them, or set draft_weights"):
-        weights._load_kernel(torch.device("cuda"))
+        weights._load_kernel(model[0].weight)
 
 
 def test_unified_shares_its_forwards_and_so_its_weights():
     with pytest.raises(ConfigError, match=r"draft_weights is 'int8' and schedule is 'unified'.*Use schedule"):
         SparseSpecConfig(draft_weights="int8", schedule="unified")
+
+
+def test_the_kernels_that_drafts_need_are_left_of_sglangs_source():
+    text = compat.marlin_source()
+    calls = text.split("MarlinFuncPtr get_marlin_kernel(")[1].split("return kernel")[0]
+    assert calls.count("COMMON_GET_IF(") == 2  # 4 and 8 bits
+    assert "COMMON_GET_IF(host::kU4B8)" in calls
+    assert "COMMON_GET_IF(host::kU8B128)" in calls
+    assert not any(f"{other}_GET_IF(" in calls for other in ("FP4", "BIGGROUP", "ACT", "FZP"))
+    macros = text.split("#define COMMON_GET_IF_M1")[1].split("#define COMMON_GET_IF(")[0]
+    assert macros.count(" 8, NUM_THREADS, false)") == macros.count("_GET_IF(W_TYPE") == 5
