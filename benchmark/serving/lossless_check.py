@@ -53,13 +53,14 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=3000)
     parser.add_argument("--concurrency", type=int, default=24)
     parser.add_argument("--storm", type=int, default=50, help="concurrent requests of the abort storm")
+    parser.add_argument("--storm-tokens", type=int, default=400, help="most tokens of a request of the storm")
     parser.add_argument(
         "--server-arg", action="append", default=[], help="more server arguments, one word each"
     )
     return parser.parse_args()
 
 
-async def storm(url: str, prompts: list[list[int]], count: int) -> dict[str, int]:
+async def storm(url: str, prompts: list[list[int]], count: int, new_tokens: int) -> dict[str, int]:
     """`count` requests at once, about half of them cut off by the client at a random time."""
     rng = random.Random(7)
     ended = {"finished": 0, "aborted": 0, "failed": 0}
@@ -67,7 +68,7 @@ async def storm(url: str, prompts: list[list[int]], count: int) -> dict[str, int
     async def one(session: aiohttp.ClientSession, ids: list[int], patience: float) -> None:
         payload = {
             "input_ids": ids,
-            "sampling_params": {"temperature": rng.choice([0, 0.8]), "max_new_tokens": 400},
+            "sampling_params": {"temperature": rng.choice([0, 0.8]), "max_new_tokens": new_tokens},
         }
         try:
             async with asyncio.timeout(patience), session.post(f"{url}/generate", json=payload) as reply:
@@ -76,8 +77,9 @@ async def storm(url: str, prompts: list[list[int]], count: int) -> dict[str, int
         except TimeoutError:
             ended["aborted"] += 1
 
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=300)) as session:
-        waits = [rng.uniform(0.1, 6.0) if rng.random() < 0.5 else 280.0 for _ in range(count)]
+    timeout, connector = aiohttp.ClientTimeout(total=None), aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
+        waits = [rng.uniform(0.1, 6.0) if rng.random() < 0.5 else 1800.0 for _ in range(count)]
         await asyncio.gather(*(one(session, prompts[i % len(prompts)], wait) for i, wait in enumerate(waits)))
     return ended
 
@@ -137,7 +139,7 @@ def run(
             state = asyncio.run(server_info(server.url))
             result["avg_spec_accept_length"] = state["avg_spec_accept_length"]
             result["sparsespec"] = state["sparsespec"]
-            result["storm"] = asyncio.run(storm(server.url, prompts, args.storm))
+            result["storm"] = asyncio.run(storm(server.url, prompts, args.storm, args.storm_tokens))
             asyncio.run(flush(server.url))
             result["kv_usage_after_storm"] = asyncio.run(load(server.url)).get("token_usage")
             again = [Outcome(problem) for problem in problems[:3]]

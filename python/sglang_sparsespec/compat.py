@@ -421,7 +421,7 @@ class Marlin:
         packed = torch.zeros(inputs // each, outputs, dtype=torch.int32, device=codes.device)
         for at in range(each):
             packed |= parts[:, at] << (bits * at)
-        packed = self._repack(packed, self._none, inputs, outputs, bits)
+        packed = self._repack(packed, self._no_indices, inputs, outputs, bits)
         ordered = self._utils.marlin_permute_scales(scales.T.contiguous(), inputs, outputs, group)
         return packed, ordered
 

@@ -79,9 +79,11 @@ class SparseSpecWorker(BaseSpecWorker):
         )
         return weights
 
-    def _weights_for(self, *, drafts_only: bool) -> contextlib.AbstractContextManager[None]:
-        use = self.draft_weights is not None and drafts_only
-        return self.draft_weights.active() if use and self.draft_weights else contextlib.nullcontext()
+    def _weights_for(self, *, drafts: int, verifies: int) -> contextlib.AbstractContextManager[None]:
+        """The weights that a micro-step of so many rows reads."""
+        if self.draft_weights is None or verifies:
+            return contextlib.nullcontext()
+        return self.draft_weights.active(rows=drafts)
 
     # -- start-up, in the order in which the scheduler calls -------------------------------------
 
@@ -295,7 +297,7 @@ class SparseSpecWorker(BaseSpecWorker):
             row_pools=micro.row_pools,
             row_prefix=micro.row_prefix,
         )
-        with self._weights_for(drafts_only=not micro.verifies):
+        with self._weights_for(drafts=micro.draft_count, verifies=len(micro.verify_requests)):
             result = self._target_worker.forward_batch_generation(
                 batch=None, forward_batch=forward_batch, is_verify=True
             )
@@ -316,7 +318,7 @@ class SparseSpecWorker(BaseSpecWorker):
         backend = self.model_runner.attn_backend
         backend.bind(step)
         try:
-            with self._weights_for(drafts_only=buffers.nv == 0):
+            with self._weights_for(drafts=buffers.nd, verifies=buffers.nv):
                 return compat.model_logits(self.model_runner, forward_batch)
         finally:
             backend.bind(None)

@@ -7,6 +7,7 @@ from sglang_sparsespec import compat
 from sglang_sparsespec.config import ConfigError, SparseSpecConfig
 from sglang_sparsespec.draft_weights import (
     GROUP,
+    MOST_ROWS,
     DraftWeights,
     DraftWeightsError,
     dequantise,
@@ -67,15 +68,25 @@ def test_copies_are_in_use_inside_active_only(model, kind):
     weights = DraftWeights(model, kind)
     assert len(weights) == 2  # 40 outputs are no multiple of 64
     assert torch.equal(model[0](x, bias), own)
-    with weights.active():
+    with weights.active(rows=3):
         drafted = model[0](x, bias)
     codes = quantise(model[0].weight.data, weights.bits)
     want = torch.nn.functional.linear(x, dequantise(*codes, weights.bits), bias)
     assert torch.equal(drafted, want)
     assert not torch.equal(drafted, own)
-    with pytest.raises(ZeroDivisionError), weights.active():
+    with pytest.raises(ZeroDivisionError), weights.active(rows=3):
         1 / 0  # noqa: B018
     assert torch.equal(model[0](x, bias), own)
+
+
+def test_many_rows_read_the_models_own_weights(model):
+    weights = DraftWeights(model, "int8")
+    x = torch.randn(MOST_ROWS + 1, 256)
+    own = model[0](x)
+    with weights.active(rows=MOST_ROWS + 1):
+        assert torch.equal(model[0](x), own)
+    with weights.active(rows=MOST_ROWS):
+        assert not torch.equal(model[0](x), own)
 
 
 def test_changed_weights_are_quantised_anew(model):
@@ -84,7 +95,7 @@ def test_changed_weights_are_quantised_anew(model):
     model[1].weight.data.mul_(3)
     x = torch.randn(2, 256)
     assert weights.refresh() == 1
-    with weights.active():
+    with weights.active(rows=3):
         assert torch.allclose(model[1](x), torch.nn.functional.linear(x, model[1].weight), atol=0.1)
     assert weights.refresh() == 0
 
