@@ -70,6 +70,7 @@ class Toy:
             stride=config.stride,
             schedule=config.schedule,
             score_every=config.score_every,
+            adapt=config.adapt == "on",
         )
         generator = torch.Generator(device).manual_seed(1)
         self.rounds = ReplayedRounds(
@@ -119,8 +120,8 @@ class Toy:
             at += 1
         return tokens[1:]
 
-    def run(self, pools: list[int], *, greedy: bool = True) -> list[list[int]]:
-        """One round. On a GPU any wait for the device within it raises."""
+    def run(self, pools: list[int], *, greedy: bool = True, drafts: int | None = None) -> list[list[int]]:
+        """One round, of k drafts by default. On a GPU any wait for the device within it raises."""
         count = len(pools)
         info = SimpleNamespace(
             temperatures=torch.full((count, 1), 1.0, device=self.device),
@@ -139,7 +140,7 @@ class Toy:
             sampling_info=info,
         )
         keys = [RequestKey(pool, 0) for pool in pools]
-        plan = self.planner.plan_round(keys)
+        plan = self.planner.plan_round(keys, drafts)
         if self.device == "cuda":
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error")
@@ -161,7 +162,7 @@ def capture(graphs) -> None:
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
     for key in graphs._keys:
-        step = graphs.rounds.step(key.nd, key.nv, scored=key.scored)
+        step = graphs._step(key)
         for _ in range(2):
             with torch.cuda.stream(stream):
                 graphs.rounds.flat_table.zero_()

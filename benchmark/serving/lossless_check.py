@@ -137,13 +137,13 @@ def run(
         }
         if config is not None:
             state = asyncio.run(server_info(server.url))
-            result["avg_spec_accept_length"] = state["avg_spec_accept_length"]
+            result["avg_spec_accept_length"] = state.get("avg_spec_accept_length")
             result["sparsespec"] = state["sparsespec"]
             result["storm"] = asyncio.run(storm(server.url, prompts, args.storm, args.storm_tokens))
             asyncio.run(flush(server.url))
             result["kv_usage_after_storm"] = asyncio.run(load(server.url)).get("token_usage")
             again = [Outcome(problem) for problem in problems[:3]]
-            asyncio.run(answer_all(server.url, prompts[:3], again, max_tokens=300, concurrency=3))
+            asyncio.run(answer_all(server.url, prompts[:3], again, max_tokens=min(300, args.max_tokens), concurrency=3))
             result["after_storm_parted_at"] = [parted(o.token_ids, ids[i][:300]) for i, o in enumerate(again)]
             if reference is not None:
                 places = [parted(a, b) for a, b in zip(ids, reference, strict=True)]

@@ -254,6 +254,19 @@ def take_over_cuda_graphs(server_args: Any) -> None:
     server_args.cuda_graph_config = with_phase(config, Phase.PREFILL, backend=Backend.DISABLED)
 
 
+def same_on_all_ranks(value: Any) -> Any:
+    """The first tensor-parallel rank's `value`."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return get_parallel().tp_group.broadcast_object(value, src=0)
+
+
+def tensor_parallel_size() -> int:
+    from sglang.srt.runtime_context import get_parallel
+
+    return int(get_parallel().tp_size)
+
+
 def graph_batch_sizes() -> list[int]:
     """Batch sizes that decode graphs are wanted for, in the scheduler process."""
     from sglang.srt.runtime_context import get_exec

@@ -53,6 +53,11 @@ class SparseSpecConfig:
         "layer", "whether the heads of a layer share one selection", choices=("layer", "kv_head")
     )
     schedule: str = _key("lockstep", "when the requests of a batch verify", choices=("lockstep", "unified"))
+    adapt: str = _key(
+        "auto",
+        "fewer drafts, or none, where measured times say that it is faster ('auto': where CUDA graphs are)",
+        choices=("auto", "on", "off"),
+    )
     draft_support: int = _key(
         64, "most tokens a sampled draft is drawn from (temperature > 0)", low=1, high=4096
     )
@@ -79,6 +84,11 @@ class SparseSpecConfig:
     def __post_init__(self) -> None:
         for spec in dataclasses.fields(self):
             _check_value(spec, getattr(self, spec.name))
+        if self.adapt == "on" and self.schedule == "unified":
+            raise ConfigError(
+                "adapt is 'on' and schedule is 'unified', whose rounds always have k drafts. Use schedule "
+                "'lockstep', or adapt 'off'."
+            )
         if self.draft_weights != "model" and self.schedule == "unified":
             raise ConfigError(
                 f"draft_weights is {self.draft_weights!r} and schedule is 'unified': there, drafts and "

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +25,9 @@ class PhaseTimer:
         self._calls: dict[str, int] = {}
         self._timed: dict[str, int] = {}
         self._seconds: dict[str, float] = {}
-        self._pending: deque[tuple[str, Any, Any]] = deque()
+        self._pending: deque[tuple[str, Any, Any, Any]] = deque()
+        self.note: Any = None  # handed to the listener with the phases that begin from now on
+        self.listener: Callable[[str, float, Any], None] | None = None  # (phase, seconds, note)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -34,7 +36,7 @@ class PhaseTimer:
         if not self._cuda:
             start = time.perf_counter()
             yield
-            self._add(name, time.perf_counter() - start)
+            self._add(name, time.perf_counter() - start, self.note)
         elif calls % self._sample:
             yield
         else:
@@ -43,17 +45,23 @@ class PhaseTimer:
             begin.record()
             yield
             end.record()
-            self._pending.append((name, begin, end))
+            self._pending.append((name, begin, end, self.note))
 
-    def _add(self, name: str, seconds: float) -> None:
+    def _add(self, name: str, seconds: float, note: Any) -> None:
         self._timed[name] = self._timed.get(name, 0) + 1
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+        if self.listener is not None:
+            self.listener(name, seconds, note)
+
+    def collect(self) -> None:
+        """Read the events that have passed."""
+        while self._pending and self._pending[0][2].query():
+            name, begin, end, note = self._pending.popleft()
+            self._add(name, begin.elapsed_time(end) / 1e3, note)
 
     def mean_us(self, name: str) -> float:
         """Mean duration of one phase in microseconds; 0 before any was measured."""
-        while self._pending and self._pending[0][2].query():
-            phase, begin, end = self._pending.popleft()
-            self._add(phase, begin.elapsed_time(end) / 1e3)
+        self.collect()
         timed = self._timed.get(name, 0)
         return 1e6 * self._seconds[name] / timed if timed else 0.0
 
@@ -66,6 +74,9 @@ class AcceptanceMetrics:
 
     def __init__(self, stride: int) -> None:
         self.rounds = 0
+        self.plain_steps = 0
+        self.by_drafts: Counter[int] = Counter()
+        self.by_reason: Counter[str] = Counter()
         self.verifications = 0
         self.drafted = [0] * stride
         self.accepted = [0] * stride
@@ -79,18 +90,31 @@ class AcceptanceMetrics:
         """Also count in Prometheus; the scheduler process exports through SGLang's own /metrics."""
         self._prometheus = _Prometheus(labels, len(self.drafted))
 
+    def chose(self, drafts: int, reason: str) -> None:
+        """The next round makes so many drafts, for a reason of `rounds.policy.REASONS`."""
+        self.by_drafts[drafts] += 1
+        self.by_reason[reason] += 1
+        if self._prometheus is not None:
+            self._prometheus.chose(drafts, reason)
+
     def launched(self, drafted: Sequence[int], budgets: Sequence[int]) -> None:
         """A round was launched; `drafted[i]` drafts of request i will be verified, from `budgets[i]`
         tokens."""
         self._launched.append((list(drafted), list(budgets)))
 
-    def finished(self, accepted: Sequence[int]) -> None:
-        """The outcome of the oldest launched round: accepted drafts of each request."""
+    def finished(self, accepted: Sequence[int]) -> list[int] | None:
+        """The outcome of the oldest launched round: accepted drafts of each request.
+
+        Returns the drafts that each had made, None where no round is waiting.
+        """
         if not self._launched:
-            return
+            return None
         drafted, budgets = self._launched.popleft()
         if len(drafted) != len(accepted):
             raise RuntimeError(f"outcome of {len(accepted)} requests for a round of {len(drafted)}.")
+        if drafted and not any(drafted):
+            self.plain_steps += 1
+            return drafted
         self.rounds += 1
         self.verifications += len(accepted)
         self.budget_tokens += sum(budgets)
@@ -101,6 +125,7 @@ class AcceptanceMetrics:
                 self.accepted[position] += position < kept
         if self._prometheus is not None:
             self._prometheus.observe(drafted, accepted, budgets)
+        return drafted
 
     def eager(self, micro_steps: int) -> None:
         """So many micro-steps ran outside CUDA graphs since the server started."""
@@ -113,6 +138,9 @@ class AcceptanceMetrics:
         reached."""
         return {
             "rounds": self.rounds,
+            "plain_steps": self.plain_steps,
+            "rounds_by_drafts": {str(n): count for n, count in sorted(self.by_drafts.items())},
+            "rounds_by_reason": dict(sorted(self.by_reason.items())),
             "verifications": self.verifications,
             "drafted_tokens": sum(self.drafted),
             "accepted_tokens": sum(self.accepted),
@@ -140,6 +168,7 @@ class _Prometheus:
         self._accepted = counter("accepted_tokens", "Draft tokens accepted, by position.", "position")
         self._verifications = counter("verifications", "Verified requests, one count a round each.")
         self._rounds = counter("rounds", "Rounds whose outcome is known.")
+        self._chosen = counter("rounds_chosen", "Rounds by drafts made and why.", "drafts", "reason")
         self._eager = counter("eager_micro_steps", "Micro-steps that ran outside CUDA graphs.")
         self._budget = Gauge(
             "sparsespec_budget_tokens",
@@ -147,6 +176,9 @@ class _Prometheus:
             names,
             multiprocess_mode="mostrecent",
         )
+
+    def chose(self, drafts: int, reason: str) -> None:
+        self._chosen.labels(**self._labels, drafts=str(drafts), reason=reason).inc()
 
     def eager(self, micro_steps: int) -> None:
         self._eager.labels(**self._labels).inc(micro_steps)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,13 +21,15 @@ from sglang_sparsespec import compat
 from sglang_sparsespec.attention import make_attention, query_heads
 from sglang_sparsespec.attention.backend import SparseSpecAttentionBackend
 from sglang_sparsespec.attention.paged import PagedAttention
-from sglang_sparsespec.config import SparseSpecConfig, resolve_config
+from sglang_sparsespec.config import ConfigError, SparseSpecConfig, resolve_config
 from sglang_sparsespec.draft_weights import DraftWeights
 from sglang_sparsespec.metrics import AcceptanceMetrics, PhaseTimer
 from sglang_sparsespec.refusals import unsupported_layer
 from sglang_sparsespec.rounds.batch import MicroStepBatch
+from sglang_sparsespec.rounds.costs import ATTENTION_SHARE, KINDS, StepCosts
 from sglang_sparsespec.rounds.eager import EagerRounds
 from sglang_sparsespec.rounds.planner import RequestKey, RoundPlan, RoundPlanner, kv_reserve
+from sglang_sparsespec.rounds.policy import AdaptivePolicy, FixedPolicy, RoundPolicy
 from sglang_sparsespec.rounds.state import RequestState
 from sglang_sparsespec.selection import make_selector
 from sglang_sparsespec.spec_input import SparseDraftInput, SparseVerifyInput
@@ -33,9 +37,20 @@ from sglang_sparsespec.version import __version__
 
 if TYPE_CHECKING:
     from sglang_sparsespec.rounds.device import DeviceRounds, DeviceStep
+    from sglang_sparsespec.rounds.graphs import GraphKey
     from sglang_sparsespec.rounds.replayed import ReplayedRounds
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _RoundNote:
+    """What the times of a round's micro-steps depend on."""
+
+    rows: int
+    drafts: int
+    lengths: int  # keys of all contexts
+    budgets: int  # keys that drafts attend to
 
 
 class SparseSpecWorker(BaseSpecWorker):
@@ -64,6 +79,8 @@ class SparseSpecWorker(BaseSpecWorker):
         self._seed = int(server_args.random_seed or 0)
         self._generator = torch.Generator(device=self.device).manual_seed(self._seed)
         self.graph_batch_sizes: list[int] = []
+        self.policy: RoundPolicy = FixedPolicy(self.config.stride)
+        self.adapts = False
         # Before the KV pool is sized, so that it leaves them their memory.
         self.draft_weights = self._make_draft_weights()
 
@@ -176,24 +193,74 @@ class SparseSpecWorker(BaseSpecWorker):
         self, device_rounds: DeviceRounds | None, req_to_token: torch.Tensor
     ) -> EagerRounds | ReplayedRounds:
         if device_rounds is None:
+            if self.config.adapt == "on":
+                raise ConfigError(
+                    f"SPARSESPEC: adapt is 'on', but attention {self.attention_name!r} plans its rounds on "
+                    "the host, where all have k drafts. Use attention 'fused', 'fa3', 'triton' or "
+                    "'torch_paged', or adapt 'off'."
+                )
             return EagerRounds(self.config, self.state, req_to_token, self._forward_eager, self._generator)
-        from sglang_sparsespec.rounds.graphs import plan_keys
         from sglang_sparsespec.rounds.replayed import ReplayedRounds
 
         sizes = {min(size, device_rounds.slots) for size in compat.graph_batch_sizes()}
-        keys, self.graph_batch_sizes = plan_keys(
-            sorted(sizes) if device_rounds.header.is_cuda else [],
-            stride=self.config.stride,
-            schedule=self.config.schedule,
-            score_every=self.config.score_every,
-        )
+        graphs = bool(sizes) and device_rounds.header.is_cuda
+        auto = self.config.adapt == "auto" and graphs and self.config.schedule == "lockstep"
+        self.adapts = auto or self.config.adapt == "on"
+        keys, self.graph_batch_sizes = self._plan_keys(sorted(sizes) if graphs else [])
         return ReplayedRounds(
             self.config, device_rounds, self._forward_device, self._generator, self.timer, keys=keys
         )
 
+    def _plan_keys(self, sizes: list[int]) -> tuple[list[GraphKey], list[int]]:
+        from sglang_sparsespec.rounds.graphs import plan_keys
+
+        return plan_keys(
+            sizes,
+            stride=self.config.stride,
+            schedule=self.config.schedule,
+            score_every=self.config.score_every,
+            adapt=self.adapts,
+        )
+
     def init_cuda_graphs(self) -> None:
-        """Capture the micro-steps; the target itself has captured none."""
+        """Capture the micro-steps; the target itself has captured none. Time them where rounds adapt."""
         self.rounds.capture()
+        if self.adapts and not isinstance(self.rounds, EagerRounds):
+            slots = self.rounds.rounds.slots
+            times = self.rounds.graphs.measure(self._plan_keys([1, slots])[0])
+            costs = StepCosts(*compat.same_on_all_ranks((times, self._key_us())))
+            self.policy = AdaptivePolicy(self.config.stride, costs)
+            if compat.tensor_parallel_size() == 1:
+                # Ranks that learnt from their own clocks would part.
+                self.timer.listener = self._learn
+            logger.info(
+                "SPARSESPEC adapts its drafts: a draft of one request takes %.0f us, a plain step %.0f us",
+                costs.draft_us(1, 0),
+                costs.verify_us(1, 0, 0),
+            )
+
+    def _key_us(self) -> float:
+        """Microseconds to read a key and a value of all layers, from a plain sum over part of the KV pool."""
+        pool = self.model_runner.token_to_kv_pool
+        keys = pool.get_key_buffer(pool.start_layer).view(torch.uint8).view(torch.int32)
+        keys = keys[: max(1, (128 << 20) // keys[0].nbytes)]
+        best = min(self._seconds(keys.sum) for _ in range(4))
+        return 2 * pool.layer_num * keys[0].nbytes / keys.nbytes * best * 1e6 / ATTENTION_SHARE
+
+    def _seconds(self, work: Callable[[], Any]) -> float:
+        cuda = torch.device(self.device).type == "cuda"
+        if cuda:
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        work()
+        if cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    def _learn(self, kind: str, seconds: float, note: _RoundNote | None) -> None:
+        if note is not None and isinstance(self.policy, AdaptivePolicy) and kind in KINDS:
+            keys = note.budgets if kind == "draft" else note.lengths
+            self.policy.costs.correct(kind, note.rows, note.drafts, keys, 1e6 * seconds)
 
     def describe(self) -> dict[str, Any]:
         """What `/server_info` shows under `sparsespec`."""
@@ -206,6 +273,8 @@ class SparseSpecWorker(BaseSpecWorker):
             "select_time_us_per_layer": round(self.timer.mean_us("select"), 2),
             "draft_micro_step_us": round(self.timer.mean_us("draft"), 1),
             "verify_micro_step_us": round(self.timer.mean_us("verify"), 1),
+            "plain_step_us": round(self.timer.mean_us("plain"), 1),
+            "adapts": isinstance(self.policy, AdaptivePolicy),
             "eager_micro_steps": self.rounds.eager_micro_steps,
             "cuda_graph_batch_sizes": self.graph_batch_sizes,
             **self.metrics.snapshot(),
@@ -221,7 +290,9 @@ class SparseSpecWorker(BaseSpecWorker):
             logger.info("SPARSESPEC quantised %d layers anew, whose weights were changed", changed)
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
-        self.metrics.finished(num_correct_drafts_per_req)
+        drafted = self.metrics.finished(num_correct_drafts_per_req)
+        if drafted is not None:
+            self.policy.observe(drafted, num_correct_drafts_per_req)
 
     def __getattr__(self, name: str) -> Any:
         # All else that the scheduler asks of a worker is the target's to answer.
@@ -267,8 +338,14 @@ class SparseSpecWorker(BaseSpecWorker):
 
     def _round(self, batch: Any) -> GenerationBatchResult:
         keys = self._keys(batch)
-        plan = self.planner.plan_round(keys)
-        self._note_launch(plan, self.rounds.lengths(batch))
+        lengths = self.rounds.lengths(batch)
+        budgets = [self.config.budget(n) for n in lengths]
+        choice = self.policy.choose(lengths, budgets)
+        plan = self.planner.plan_round(keys, choice.drafts)
+        self.metrics.chose(choice.drafts, choice.reason)
+        self._note_launch(plan, budgets)
+        self.timer.collect()
+        self.timer.note = _RoundNote(len(keys), choice.drafts, sum(lengths), sum(budgets))
         outcome = self.rounds.run(batch, keys, plan)
         self.metrics.eager(self.rounds.eager_micro_steps)
         return GenerationBatchResult(
@@ -280,12 +357,12 @@ class SparseSpecWorker(BaseSpecWorker):
             can_run_cuda_graph=outcome.graphs,
         )
 
-    def _note_launch(self, plan: RoundPlan, lengths: list[int]) -> None:
-        drafted = [0] * len(lengths)
+    def _note_launch(self, plan: RoundPlan, budgets: list[int]) -> None:
+        drafted = [0] * len(budgets)
         for step in plan.micro_steps:
             for row in step.verifies:
                 drafted[row.row] = row.drafted
-        self.metrics.launched(drafted, [self.config.budget(n) for n in lengths])
+        self.metrics.launched(drafted, budgets)
 
     def _forward_eager(self, micro: MicroStepBatch) -> torch.Tensor:
         """Logits of a host-planned micro-step's tokens, [T, V]."""

@@ -13,14 +13,14 @@ FIELDS = 3  # a row: pool row of the request (0: empty slot), drafts made so far
 
 @dataclass(frozen=True)
 class MicroStepBuffers:
-    """Static tensors of one graph's micro-step, `nd` draft slots and `nv` verify slots of Q tokens each.
+    """Static tensors of one graph's micro-step, `nd` draft slots and `nv` verify slots of `queries` tokens each.
 
-    T = nd + nv * Q tokens, draft slots first. Everything is int32 unless said otherwise.
+    T = nd + nv * queries tokens, draft slots first. Everything is int32 unless said otherwise.
     """
 
     nd: int
     nv: int
-    queries: int  # Q = k + 1
+    queries: int  # 1 .. k + 1: a round of fewer drafts verifies in narrower slots
     header: torch.Tensor  # [HEADER]
     table: torch.Tensor  # [k+1, 2, slots, FIELDS]: [micro-step, draft or verify, slot]
     input_ids: torch.Tensor  # [T] int64
@@ -32,7 +32,9 @@ class MicroStepBuffers:
     verify_pool: torch.Tensor  # [nv]
     first: torch.Tensor  # [nv] committed length
     verify_queries: torch.Tensor  # [nv] real queries; 0: empty slot
-    seqlens: torch.Tensor  # [nv] first + Q, 0 for an empty slot: padded queries stand behind the real ones
+    seqlens: (
+        torch.Tensor
+    )  # [nv] first + queries, 0 for an empty slot: padded queries stand behind the real ones
     offset: torch.Tensor  # [nv] int64: start of the row's scores; -1: they do not fit, nothing is scored
 
 
@@ -40,7 +42,8 @@ class RoundBuffers:
     """Static memory of all micro-steps of a round; a micro-step's tensors are views of it.
 
     Args:
-        slots: most draft slots, and most verify slots, of a micro-step. queries: Q = k + 1.
+        slots: most draft slots, and most verify slots, of a micro-step.
+        queries: most tokens of a verify slot, k + 1.
     """
 
     def __init__(self, slots: int, queries: int, device: torch.device | str) -> None:
@@ -56,15 +59,16 @@ class RoundBuffers:
         self.verifies = ints(4, slots)  # pool, first, queries, seqlens
         self.offsets = ints(slots, dtype=torch.int64)
 
-    def step(self, nd: int, nv: int) -> MicroStepBuffers:
-        """Views for `nd` draft and `nv` verify slots."""
-        ids, positions, loc = self.tokens[:, : nd + nv * self.queries]
+    def step(self, nd: int, nv: int, queries: int | None = None) -> MicroStepBuffers:
+        """Views for `nd` draft slots and `nv` verify slots of `queries` tokens (default: the most)."""
+        queries = self.queries if queries is None else queries
+        ids, positions, loc = self.tokens[:, : nd + nv * queries]
         draft_pool, draft_len, draft_at = self.drafts[:, :nd]
         verify_pool, first, verify_queries, seqlens = self.verifies[:, :nv]
         return MicroStepBuffers(
             nd=nd,
             nv=nv,
-            queries=self.queries,
+            queries=queries,
             header=self.header,
             table=self.table,
             input_ids=ids,

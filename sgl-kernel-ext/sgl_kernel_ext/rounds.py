@@ -280,6 +280,7 @@ def _finish_kernel(
     OUT_TOKENS,
     OUT_LEN,
     stride_tokens,
+    stride_out,
     slots,
     nd,
     Q: tl.constexpr,
@@ -307,7 +308,9 @@ def _finish_kernel(
         accepted = tl.min(tl.where(draft == target, QP, t), 0)
         bonus = tl.sum(tl.where(t == accepted, target, 0), 0)
         tl.store(
-            OUT_TOKENS + request * Q + t, tl.where(t == accepted, bonus, draft), mask=real & (t <= accepted)
+            OUT_TOKENS + request * stride_out + t,
+            tl.where(t == accepted, bonus, draft),
+            mask=real & (t <= accepted),
         )
         tl.store(OUT_LEN + request, (accepted + 1).to(tl.int64), mask=real)
         tl.store(TOKENS + pool * stride_tokens, bonus, mask=real)
@@ -341,6 +344,7 @@ def finish_greedy(
         out_tokens,
         out_len,
         state.tokens.stride(0),
+        out_tokens.stride(0),
         step.table.shape[2],
         step.nd,
         Q=step.queries,

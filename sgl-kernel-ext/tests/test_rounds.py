@@ -37,7 +37,9 @@ def make_state(rng: random.Random, heads: int = 1) -> RequestTensors:
     )
 
 
-def make_step(rng: random.Random, nd: int, nv: int, *, micro: int, greedy: bool = True) -> MicroStepBuffers:
+def make_step(
+    rng: random.Random, nd: int, nv: int, *, micro: int, greedy: bool = True, queries: int = STRIDE + 1
+) -> MicroStepBuffers:
     buffers = RoundBuffers(SLOTS, STRIDE + 1, DEVICE)
     buffers.header[0], buffers.header[1] = micro, int(greedy)
     table = buffers.table
@@ -46,8 +48,8 @@ def make_step(rng: random.Random, nd: int, nv: int, *, micro: int, greedy: bool 
     for slot in range(max(nd - 1, 0)):  # the last slot of each kind stays empty
         table[micro, 0, slot] = torch.tensor([pools.pop(), rng.randrange(STRIDE), requests.pop()])
     for slot in range(max(nv - 1, 0)):
-        table[micro, 1, slot] = torch.tensor([pools.pop(), rng.randrange(STRIDE + 1), requests.pop()])
-    return buffers.step(nd, nv)
+        table[micro, 1, slot] = torch.tensor([pools.pop(), rng.randrange(queries), requests.pop()])
+    return buffers.step(nd, nv, queries)
 
 
 def same(a: object, b: object) -> None:
@@ -59,9 +61,12 @@ def same(a: object, b: object) -> None:
 
 @pytest.mark.parametrize("shape", [(4, 0), (0, 4), (3, 3), (1, 1), (2, 4)])
 @pytest.mark.parametrize("capacity", [10_000, 300])
-def test_a_micro_step_is_prepared_as_the_reference_does(shape: tuple[int, int], capacity: int) -> None:
+@pytest.mark.parametrize("queries", [STRIDE + 1, 3, 1])
+def test_a_micro_step_is_prepared_as_the_reference_does(
+    shape: tuple[int, int], capacity: int, queries: int
+) -> None:
     rng = random.Random(f"{shape}{capacity}")
-    state, step = make_state(rng), make_step(rng, *shape, micro=2)
+    state, step = make_state(rng), make_step(rng, *shape, micro=2, queries=queries)
     twin = copy.deepcopy(step)
     rounds.prepare(step, state, page_width=CAP + 20, capacity=capacity)
     rounds_reference.prepare(twin, state, page_width=CAP + 20, capacity=capacity)
@@ -90,11 +95,13 @@ def test_page_tables_hold_the_selection_and_everything_since(heads: int, page_wi
     assert (got[2] == 0).all(), "an empty slot reads no request's KV"
 
 
-@pytest.mark.parametrize("greedy", [True, False])
-def test_greedy_acceptance_is_the_references(greedy: bool) -> None:
+@pytest.mark.parametrize(
+    ("greedy", "queries"), [(True, STRIDE + 1), (False, STRIDE + 1), (True, 3), (True, 1)]
+)
+def test_greedy_acceptance_is_the_references(greedy: bool, queries: int) -> None:
     for seed in range(20):
         rng = random.Random(seed)
-        state, step = make_state(rng), make_step(rng, 3, 4, micro=1, greedy=greedy)
+        state, step = make_state(rng), make_step(rng, 3, 4, micro=1, greedy=greedy, queries=queries)
         twin_state, twin = copy.deepcopy(state), copy.deepcopy(step)
         picked = torch.randint(1, 50, (3 + 4 * step.queries,), device=DEVICE)
         for slot in range(4):  # let some drafts be right

@@ -33,6 +33,8 @@ PLAN = [
         stride=1,
         min_tokens=16,
         attention="torch_paged",
+        adapt="on",
+        draft_weights="int4",
         args=("--disable-overlap-schedule",),
     ),
     _spec(
@@ -70,6 +72,8 @@ PLAN = [
         stride=8,
         min_tokens=8,
         score_layer_stride=2,
+        attention="torch_paged",
+        adapt="on",
         env=OPTIMIZED,
         args=("--tp", "2"),
     ),

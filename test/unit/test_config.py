@@ -56,6 +56,7 @@ def test_every_key_can_be_given():
         "draft_support": 5,
         "attention": "torch",
         "draft_weights": "model",
+        "adapt": "off",
         "score_layer_stride": 2,
         "score_every": 3,
         "debug_drafts": "wrong",
@@ -106,7 +107,9 @@ def test_importing_it_imports_no_torch():
     ("given", "near"), [("strid", "stride"), ("budget", "budget_ratio"), ("Sink", "sink")]
 )
 def test_an_unknown_key_names_the_nearest(given, near):
-    with refused(CONFIG_ENV, f"unknown key '{given}'", "Valid keys: attention, ", f"did you mean '{near}'"):
+    with refused(
+        CONFIG_ENV, f"unknown key '{given}'", "Valid keys: adapt, attention, ", f"did you mean '{near}'"
+    ):
         resolve({given: 1})
 
 
@@ -302,3 +305,9 @@ def test_the_budget_never_shrinks_nor_exceeds_the_context(ratio):
     budgets = [config.budget(length) for length in range(1, 3000)]
     assert all(budget <= length for length, budget in enumerate(budgets, 1))
     assert all(later - sooner in (0, 1) for sooner, later in itertools.pairwise(budgets))
+
+
+def test_adapting_and_unified_exclude_each_other():
+    with refused("adapt is 'on'", "schedule is 'unified'", "Use schedule 'lockstep'"):
+        resolve({"adapt": "on", "schedule": "unified"})
+    assert resolve({"adapt": "auto", "schedule": "unified"}).schedule == "unified"

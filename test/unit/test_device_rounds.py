@@ -9,7 +9,7 @@ from sglang_sparsespec.attention.interface import LayerKV
 from sglang_sparsespec.attention.paged import ScoredRows, ScoreTarget
 from sglang_sparsespec.attention.paged_reference import TorchPagedAttention
 from sglang_sparsespec.config import SparseSpecConfig
-from sglang_sparsespec.rounds.graphs import GraphKey, plan_keys
+from sglang_sparsespec.rounds.graphs import GraphKey, plan_keys, verify_widths
 from toy_rounds import SLOTS, Toy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -54,6 +54,52 @@ def test_rounds_emit_what_plain_decoding_does(name, attention):
     found = tokens_of(Toy(config, attention()), rounds=4)
     plain = Toy(config, attention())
     assert found == {pool: plain.plain(pool, len(tokens)) for pool, tokens in found.items()}
+
+
+@pytest.mark.parametrize("attention", [TorchPagedAttention, Separate])
+@pytest.mark.parametrize("name", ["lockstep", "kv_head", "window", "recent"])
+def test_rounds_of_any_number_of_drafts_emit_what_plain_decoding_does(name, attention):
+    config = dataclasses.replace(BASE, **{**CONFIGS[name], "schedule": "lockstep"})
+    toy, rng = Toy(config, attention()), random.Random(5)
+    found: dict[int, list[int]] = {pool: [] for pool in range(1, SLOTS + 1)}
+    for drafts in (0, 4, 2, 0, 0, 1, 3, 4, 0, 2):
+        pools = rng.sample(sorted(found), rng.randint(2, SLOTS))
+        rows = toy.run(pools, drafts=drafts)
+        assert all(1 <= len(row) <= drafts + 1 for row in rows)
+        for pool, tokens in zip(pools, rows, strict=True):
+            found[pool] += tokens
+    plain = Toy(config, attention())
+    assert found == {pool: plain.plain(pool, len(tokens)) for pool, tokens in found.items()}
+
+
+def test_drafts_are_accepted_again_after_a_long_stretch_of_plain_decoding():
+    toy = Toy(dataclasses.replace(BASE, budget_ratio=1.0), TorchPagedAttention())
+    for _ in range(12):
+        assert [len(row) for row in toy.run([1, 2], drafts=0)] == [1, 1]
+    toy.run([1, 2], drafts=2)  # the selection is as old as its page tables allow, or older
+    assert [len(row) for row in toy.run([1, 2])] == [5, 5]
+
+
+def test_sampled_rounds_may_have_any_number_of_drafts():
+    toy = Toy(BASE, TorchPagedAttention())
+    for drafts in (0, 4, 1, 0, 3):
+        assert all(1 <= len(row) <= drafts + 1 for row in toy.run([2, 5], greedy=False, drafts=drafts))
+
+
+def test_micro_steps_are_timed_by_width():
+    toy = Toy(dataclasses.replace(BASE, adapt="on"), TorchPagedAttention())
+    keys, _ = plan_keys([1, SLOTS], stride=4, schedule="lockstep", score_every=1, adapt=True)
+    before = {pool: toy.plain(pool, 3) for pool in (1, 2)}
+    toy = Toy(dataclasses.replace(BASE, adapt="on"), TorchPagedAttention())
+    times = toy.rounds.graphs.measure(keys)
+    slots = {width: [slots for slots, _ in points] for width, points in times.items()}
+    assert slots == {width: [SLOTS, 1] for width in (0, 1, 3, 5)}
+    assert all(us > 0 for points in times.values() for _, us in points)
+    assert toy.rounds.eager_micro_steps == 0, "timing does not count"
+    for pool, length in toy.committed.items():  # timing forgets all requests
+        toy.state.begin_window(torch.tensor([pool]), torch.tensor([length]))
+        toy.state.tokens[pool, 0] = pool
+    assert toy.run([1, 2], drafts=0) == [before[1][:1], before[2][:1]]
 
 
 @pytest.mark.parametrize("attention", [TorchPagedAttention, Separate])
@@ -136,8 +182,20 @@ def test_scored_verification_adds_clamped_probabilities():
 def test_lockstep_needs_two_graphs_a_size_and_unified_mixes():
     keys, sizes = plan_keys([1, 4, 2, 4], stride=8, schedule="lockstep", score_every=1)
     assert sizes == [1, 2, 4]
-    assert set(keys) == {GraphKey(n, 0, False) for n in sizes} | {GraphKey(0, n, True) for n in sizes}
-    assert keys[0] == GraphKey(0, 4, True), "the largest first"
+    assert set(keys) == {GraphKey(n, 0, False) for n in sizes} | {GraphKey(0, n, True, 9) for n in sizes}
+    assert keys[0] == GraphKey(0, 4, True, 9), "the largest first"
     keys, _ = plan_keys([32], stride=8, schedule="unified", score_every=2)
     assert {key.nv for key in keys} == {0, 5, 10, 32}
     assert {key.scored for key in keys if key.nv} == {True, False}
+
+
+def test_rounds_that_adapt_have_narrow_verifications_too():
+    keys, _ = plan_keys([2], stride=8, schedule="lockstep", score_every=1, adapt=True)
+    assert set(keys) == {
+        GraphKey(2, 0, False),
+        GraphKey(0, 2, False, 1),  # plain decoding
+        GraphKey(0, 2, True, 5),
+        GraphKey(0, 2, True, 9),
+    }
+    assert [verify_widths(k, adapt=True) for k in (1, 2, 3, 6)] == [[1, 2], [1, 2, 3], [1, 2, 4], [1, 4, 7]]
+    assert verify_widths(6, adapt=False) == [7]

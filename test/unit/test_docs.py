@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from sglang_sparsespec import config, metrics, refusals, version
+from sglang_sparsespec.rounds.policy import FixedPolicy
 from sglang_sparsespec.worker import SparseSpecWorker
 
 ROOT = Path(__file__).parents[2]
@@ -111,6 +112,7 @@ def test_every_field_of_server_info_is_told():
     worker.config = config.SparseSpecConfig()
     worker.attention_name, worker.state_bytes, worker.graph_batch_sizes = "torch", 1, []
     worker.rounds, worker.draft_weights = SimpleNamespace(eager_micro_steps=0), None
+    worker.policy = FixedPolicy(2)
     worker.timer = metrics.PhaseTimer("cpu")
     worker.metrics = metrics.AcceptanceMetrics(2)
     told = table_rows(read("metrics.md").split("\n## The server")[1].split("\n## ")[0])[1:]
@@ -125,6 +127,7 @@ metrics = AcceptanceMetrics(2)
 metrics.enable_prometheus({"model_name": "m"})
 metrics.launched([2], [10])
 metrics.finished([1])
+metrics.chose(2, "fixed")
 metrics.eager(3)
 samples = [s for m in REGISTRY.collect() if m.name.startswith("sparsespec") for s in m.samples]
 for sample in samples:
@@ -138,7 +141,8 @@ def test_every_prometheus_name_and_label_is_told():
     done = subprocess.run([sys.executable, "-c", PROMETHEUS], capture_output=True, text=True, check=True)
     exported = {tuple(line.split()) for line in done.stdout.splitlines()}
     told = table_rows(read("metrics.md").split("\nOurs:\n")[1])[1:]
-    assert {tuple(cell.strip("`") for cell in row[:2] if cell) for row in told} == exported
+    found = {tuple(re.findall(r"`(\w+)`", " ".join(row[:2]))) for row in told}
+    assert found == exported
 
 
 # --- the rest ---

@@ -11,6 +11,9 @@ from sglang_sparsespec.metrics import AcceptanceMetrics, PhaseTimer
 def test_nothing_counted_yet():
     assert AcceptanceMetrics(2).snapshot() == {
         "rounds": 0,
+        "plain_steps": 0,
+        "rounds_by_drafts": {},
+        "rounds_by_reason": {},
         "verifications": 0,
         "drafted_tokens": 0,
         "accepted_tokens": 0,
@@ -28,6 +31,9 @@ def test_drafts_are_counted_by_position():
     assert metrics.accepted == [2, 1, 1]
     assert metrics.snapshot() == {
         "rounds": 1,
+        "plain_steps": 0,
+        "rounds_by_drafts": {},
+        "rounds_by_reason": {},
         "verifications": 4,
         "drafted_tokens": 7,
         "accepted_tokens": 4,
@@ -35,6 +41,33 @@ def test_drafts_are_counted_by_position():
         "acceptance_by_position": [0.6667, 0.5, 0.5],
         "budget_tokens_mean": 90.0,
     }
+
+
+def test_plain_steps_are_no_rounds():
+    metrics = AcceptanceMetrics(4)
+    for drafts, reason in ((0, "load"), (4, "faster"), (0, "load")):
+        metrics.chose(drafts, reason)
+        metrics.launched([drafts] * 2, [50, 70])
+    assert metrics.finished([0, 0]) == [0, 0]
+    assert metrics.finished([4, 2]) == [4, 4]
+    assert metrics.finished([0, 0]) == [0, 0]
+    assert metrics.finished([0, 0]) is None
+    found = metrics.snapshot()
+    assert (found["rounds"], found["plain_steps"], found["verifications"]) == (1, 2, 2)
+    assert found["accept_length"] == 4.0
+    assert found["rounds_by_drafts"] == {"0": 2, "4": 1}
+    assert found["rounds_by_reason"] == {"faster": 1, "load": 2}
+
+
+def test_phases_are_told_to_the_listener_with_the_note_they_began_with():
+    timer, heard = PhaseTimer("cpu"), []
+    timer.listener = lambda name, seconds, note: heard.append((name, seconds >= 0, note))
+    for note, name in (("a", "draft"), ("b", "verify")):
+        timer.note = note
+        with timer.phase(name):
+            pass
+    timer.collect()
+    assert heard == [("draft", True, "a"), ("verify", True, "b")]
 
 
 def test_outcomes_belong_to_the_oldest_launch():

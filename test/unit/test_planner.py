@@ -200,3 +200,24 @@ def test_the_kv_reserve_is_enough_for_any_acceptance(schedule, stride, seed):
     chance = random.Random(seed)
     needed = furthest_write(schedule, stride, 60, lambda drafted: chance.randint(1, drafted + 1))
     assert needed <= kv_reserve(stride, schedule)
+
+
+# --- rounds of fewer drafts ---
+
+
+def test_lockstep_rounds_may_have_fewer_drafts_and_leave_nothing_behind():
+    planner = RoundPlanner(5, "lockstep")
+    for drafts in (5, 0, 2, None, 0, 5):
+        plan = planner.plan_round(keys(3), drafts)
+        count = 5 if drafts is None else drafts
+        assert plan.drafts == count == len(plan.micro_steps) - 1
+        for at, step in enumerate(plan.micro_steps[:-1]):
+            assert step.drafts == tuple(DraftRow(row, at) for row in range(3))
+            assert not step.verifies
+        assert plan.micro_steps[-1].verifies == tuple(VerifyRow(row, count) for row in range(3))
+
+
+@pytest.mark.parametrize(("schedule", "drafts"), [("unified", 3), ("lockstep", -1), ("lockstep", 5)])
+def test_a_number_of_drafts_that_the_schedule_cannot_make_is_refused(schedule, drafts):
+    with pytest.raises(ValueError, match=f"a {schedule} round of stride 4 cannot make {drafts} drafts"):
+        RoundPlanner(4, schedule).plan_round(keys(2), drafts)

@@ -31,7 +31,7 @@ class FusedAttention(FA3Attention):
         super().__init__()
         self._verify_attention = cuda.verify_attention
         group, device = heads // kv_heads, torch.device(device)
-        size = max(cuda.workspace_size(head_dim, group, n, device) for n in (1, queries))
+        size = max(cuda.workspace_size(head_dim, group, n, device) for n in range(1, queries + 1))
         # The layers of a micro-step run one after the other.
         self._workspace = torch.empty(size, dtype=torch.uint8, device=device)
 

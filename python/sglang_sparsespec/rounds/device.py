@@ -91,7 +91,7 @@ class DeviceRounds:
             selected_base=state.selected_base,
             req_to_token=req_to_token,
         )
-        self._starts = torch.arange(slots + 1, dtype=torch.int32, device=device) * self.queries
+        self._starts: dict[int, torch.Tensor] = {}  # by tokens of a verify slot
         self.reset()
 
     def reset(self) -> None:
@@ -129,14 +129,18 @@ class DeviceRounds:
 
     # -- the device's part of a micro-step -------------------------------------
 
-    def step(self, nd: int, nv: int, *, scored: bool) -> DeviceStep:
-        """Views of the static buffers for `nd` draft and `nv` verify slots."""
-        buffers = self.buffers.step(nd, nv)
+    def step(self, nd: int, nv: int, *, scored: bool, queries: int | None = None) -> DeviceStep:
+        """Views of the static buffers for `nd` draft slots and `nv` verify slots of `queries` tokens each."""
+        buffers = self.buffers.step(nd, nv, queries)
         b = buffers
         rows = (
             ScoredRows(b.verify_pool, b.first, b.verify_queries, b.first, b.offset, b.queries) if nv else None
         )
-        return DeviceStep(buffers, rows, self._starts[: nv + 1], scored and nv > 0)
+        width = buffers.queries
+        if width not in self._starts:
+            starts = torch.arange(self.slots + 1, dtype=torch.int32, device=self.header.device)
+            self._starts[width] = starts * width
+        return DeviceStep(buffers, rows, self._starts[width][: nv + 1], scored and nv > 0)
 
     def begin(self, step: DeviceStep) -> None:
         """Before the model: inputs and page tables."""
@@ -157,8 +161,10 @@ class DeviceRounds:
         left out, and a row without drafts keeps its selection.
         """
         rows.offset.masked_fill_(rows.real < 2, -1)
-        drafted = torch.arange(self.queries, device=self.lse.device) < (rows.real - 1)[:, None]
-        return self.lse[:, rows.pools.long()].masked_fill_(~drafted[None, :, :, None], float("-inf"))
+        drafted = torch.arange(rows.queries, device=self.lse.device) < (rows.real - 1)[:, None]
+        return self.lse[:, rows.pools.long(), : rows.queries].masked_fill_(
+            ~drafted[None, :, :, None], float("-inf")
+        )
 
     def attend(self, step: DeviceStep, layer: LayerKV, q: torch.Tensor) -> torch.Tensor:
         """One layer of the micro-step: q [T, heads, D], its KV already stored. Returns [T, heads, D]."""
@@ -183,7 +189,7 @@ class DeviceRounds:
         if scored and self.fused and rows is not None and self._reference_lse is not None:
             target = ScoreTarget(self.sums[group], self._reference_lse[layer.index], self.shift, self.scope)
             return self.attention.verify_scored(layer, q, pages, rows, target)
-        out, lse = self.attention.verify(layer, q, pages, buffers.seqlens, step.starts, self.queries)
+        out, lse = self.attention.verify(layer, q, pages, buffers.seqlens, step.starts, buffers.queries)
         if scored and rows is not None:
             self.score(layer, q, lse, pages, rows)
         return out

@@ -19,6 +19,8 @@ from sglang_sparsespec import compat
 from sglang_sparsespec.rounds.device import DeviceRounds, DeviceStep
 from sglang_sparsespec.rounds.planner import MicroStep
 
+TIMED_RUNS = 4
+
 logger = logging.getLogger(__name__)
 
 
@@ -29,12 +31,25 @@ class GraphKey:
     nd: int  # draft slots
     nv: int  # verify slots
     scored: bool  # whether its verify rows make new selections
+    width: int = 0  # tokens of a verify slot, 0 where there is none
+
+    @property
+    def tokens(self) -> int:
+        return self.nd + self.nv * self.width
+
+
+def verify_widths(stride: int, *, adapt: bool) -> list[int]:
+    """Tokens of a verify slot that graphs are captured for: of all k drafts, of half of them, and of none."""
+    return sorted({1, (stride + 2) // 2, stride + 1}) if adapt else [stride + 1]
 
 
 def plan_keys(
-    sizes: Sequence[int], *, stride: int, schedule: str, score_every: int
+    sizes: Sequence[int], *, stride: int, schedule: str, score_every: int, adapt: bool = False
 ) -> tuple[list[GraphKey], list[int]]:
     """Graphs to capture for batches of up to `max(sizes)` requests, and the batch sizes among them.
+
+    Args:
+        adapt: rounds may have fewer drafts than k, down to none, which is plain decoding (lockstep only).
 
     Lockstep needs drafts alone and verifications alone. Unified mixes them: about one request in k+1
     verifies in a micro-step; more do after many requests arrived together, so that each size also has room
@@ -44,13 +59,15 @@ def plan_keys(
     keys = set()
     for size in batch_sizes:
         if schedule == "lockstep":
-            pairs = {(size, 0), (0, size)}
+            shapes = {(0, size, width) for width in verify_widths(stride, adapt=adapt)} | {(size, 0, 0)}
         else:
             few = min(size, -(-size // (stride + 1)) + 1)
-            pairs = {(size, 0), (size, few), (size, min(size, 2 * few)), (size, size)}
-        for nd, nv in pairs:
-            keys |= {GraphKey(nd, nv, scored) for scored in ({True, score_every == 1} if nv else {False})}
-    return sorted(keys, key=lambda key: (key.nd + key.nv * (stride + 1), key), reverse=True), batch_sizes
+            shapes = {(size, nv, stride + 1) for nv in (few, min(size, 2 * few), size)} | {(size, 0, 0)}
+        for nd, nv, width in shapes:
+            # Nothing is selected where nothing was drafted.
+            ways = {False} if width <= 1 else {True, score_every == 1}
+            keys |= {GraphKey(nd, nv, scored, width) for scored in ways}
+    return sorted(keys, key=lambda key: (key.tokens, key), reverse=True), batch_sizes
 
 
 class MicroStepGraphs:
@@ -88,13 +105,14 @@ class MicroStepGraphs:
                 for key in self._keys:
                     # Empty slots only, and a micro-step counter that the warm-ups leave inside the table.
                     self.rounds.flat_table.zero_()
-                    step = self.rounds.step(key.nd, key.nv, scored=key.scored)
+                    step = self._step(key)
                     self._graphs[key] = capture_one(partial(self._run, step))
         except torch.OutOfMemoryError as error:
             raise RuntimeError(
                 f"SPARSESPEC ran out of GPU memory while it captured CUDA graphs ({len(self._graphs)} of "
                 f"{len(self._keys)} done): {error}. Ways out: a lower --mem-fraction-static, fewer requests "
-                "at once (--max-running-requests), smaller graphs (--cuda-graph-max-bs-decode)."
+                "at once (--max-running-requests), smaller graphs (--cuda-graph-max-bs-decode), or "
+                "fewer of them (adapt: off)."
             ) from error
         self.rounds.reset()
         logger.info(
@@ -104,18 +122,50 @@ class MicroStepGraphs:
             (before - torch.cuda.mem_get_info()[0]) / 2**30,
         )
 
+    def measure(self, keys: Sequence[GraphKey] = ()) -> dict[int, list[tuple[int, float]]]:
+        """Microseconds of micro-steps over empty slots: {width of a verify slot or 0: [(slots, us)]}.
+
+        Args:
+            keys: what to time where nothing was captured.
+        """
+        times: dict[int, list[tuple[int, float]]] = {}
+        for key in self._graphs or keys:
+            if key.scored or key.width <= 1:
+                times.setdefault(key.width, []).append((key.nd or key.nv, self._time(key)))
+        self.rounds.reset()
+        return times
+
+    def _time(self, key: GraphKey) -> float:
+        run = self._graphs[key][0].replay if key in self._graphs else partial(self._run, self._step(key))
+        cuda = self.rounds.header.is_cuda
+        best = float("inf")
+        for _ in range(TIMED_RUNS):
+            self.rounds.flat_table.zero_()
+            if cuda:
+                torch.cuda.synchronize()
+            began = time.perf_counter()
+            run()
+            if cuda:
+                torch.cuda.synchronize()
+            best = min(best, time.perf_counter() - began)
+        return 1e6 * best
+
     def run(self, step: MicroStep, *, scored: bool) -> tuple[DeviceStep, torch.Tensor]:
         """Run a micro-step of the uploaded round. Returns it with the logits [T, V] of its slots, which the
         next one overwrites."""
-        wanted = GraphKey(len(step.drafts), len(step.verifies), scored and bool(step.verifies))
+        width = max((row.drafted + 1 for row in step.verifies), default=0)
+        wanted = GraphKey(len(step.drafts), len(step.verifies), scored and width > 0, width)
         key = self._fit(wanted)
         if key is None:
             self.eager_micro_steps += 1
-            device_step = self.rounds.step(wanted.nd, wanted.nv, scored=wanted.scored)
+            device_step = self._step(wanted)
             return device_step, self._run(device_step)
         graph, logits = self._graphs[key]
         graph.replay()
-        return self.rounds.step(key.nd, key.nv, scored=key.scored), logits
+        return self._step(key), logits
+
+    def _step(self, key: GraphKey) -> DeviceStep:
+        return self.rounds.step(key.nd, key.nv, scored=key.scored, queries=key.width or None)
 
     def _fit(self, wanted: GraphKey) -> GraphKey | None:
         if wanted not in self._fitting:
@@ -124,11 +174,11 @@ class MicroStepGraphs:
                 for key in self._graphs
                 if key.nd >= wanted.nd
                 and key.nv >= wanted.nv
+                and key.width >= wanted.width
                 and key.scored == wanted.scored
                 and bool(key.nv) == bool(wanted.nv)
             ]
-            width = self.rounds.queries
-            self._fitting[wanted] = min(fits, key=lambda key: key.nd + key.nv * width, default=None)
+            self._fitting[wanted] = min(fits, key=lambda key: key.tokens, default=None)
         return self._fitting[wanted]
 
     def _run(self, step: DeviceStep) -> torch.Tensor:

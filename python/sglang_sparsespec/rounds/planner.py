@@ -49,6 +49,11 @@ class RoundPlan:
 
     micro_steps: tuple[MicroStep, ...]
 
+    @property
+    def drafts(self) -> int:
+        """Drafts of a request that is there for the whole round; 0: plain decoding."""
+        return len(self.micro_steps) - 1
+
 
 @dataclass
 class _Cycle:
@@ -77,11 +82,23 @@ class RoundPlanner:
         self.schedule = schedule
         self._cycles: dict[int, _Cycle] = {}
 
-    def plan_round(self, requests: Sequence[RequestKey]) -> RoundPlan:
-        """Plan the next round of `requests` (batch order) and advance their cycles."""
+    def plan_round(self, requests: Sequence[RequestKey], drafts: int | None = None) -> RoundPlan:
+        """Plan the next round of `requests` (batch order) and advance their cycles.
+
+        Args:
+            drafts: of this round, 0 to k; k by default. Only lockstep can do with fewer: its requests start
+                every round with nothing left to verify.
+        """
+        if drafts is None:
+            drafts = self.stride
+        most, least = self.stride, 0 if self.schedule == "lockstep" else self.stride
+        if not least <= drafts <= most:
+            raise ValueError(f"a {self.schedule} round of stride {self.stride} cannot make {drafts} drafts.")
         cycles = self._cycles_of(requests)
-        steps = [self._micro_step(at, cycles) for at in range(self.stride + 1)]
-        return RoundPlan(tuple(steps))
+        if self.schedule == "lockstep":
+            for cycle in cycles:
+                cycle.offset = drafts
+        return RoundPlan(tuple(self._micro_step(at, cycles) for at in range(drafts + 1)))
 
     def forget(self) -> None:
         """Drop all cycles: the KV cache was flushed."""

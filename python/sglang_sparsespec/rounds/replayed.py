@@ -67,12 +67,14 @@ class ReplayedRounds:
         # SGLang's relay is the authority on committed lengths: it also knows what a retraction took back.
         self.state.committed[pools] = batch.seq_lens.long()
         rows = SamplingRows.from_batch(batch.sampling_info)
-        scored = self._count % self.config.score_every == 0
-        self._count += 1
+        # Plain decoding makes no selections: the drafts that follow it use the last one and what came since.
+        scored = plan.drafts > 0 and self._count % self.config.score_every == 0
+        self._count += plan.drafts > 0
         self.rounds.upload(plan, keys, greedy=rows.all_greedy)
         before = self.graphs.eager_micro_steps
         for at, step in enumerate(plan.micro_steps):
-            with self._timer.phase("verify" if step.verifies else "draft"):
+            kind = "draft" if not step.verifies else "verify" if plan.drafts else "plain"
+            with self._timer.phase(kind):
                 device_step, logits = self.graphs.run(step, scored=scored)
             if not rows.all_greedy:
                 self._settle(at, step, device_step, logits, rows)
@@ -103,7 +105,7 @@ class ReplayedRounds:
         if step.verifies:
             pools, drafted, requests = self.rounds.table[at, 1, : len(step.verifies)].long().unbind(dim=1)
             first = device_step.buffers.nd
-            width = self.rounds.queries
+            width = device_step.buffers.queries
             accepted = accept_verified(
                 self.state,
                 logits[first : first + len(step.verifies) * width].view(-1, width, logits.shape[-1]),
@@ -112,6 +114,6 @@ class ReplayedRounds:
                 drafted=drafted,
                 generator=self._generator,
             )
-            self.rounds.out_tokens[requests] = accepted.tokens
+            self.rounds.out_tokens[requests, :width] = accepted.tokens
             self.rounds.out_lens[requests] = accepted.lengths
             self.state.committed[pools] += accepted.lengths

@@ -68,7 +68,7 @@ def accept_drafts(
     """Decide how many drafts of each verified request stand, and draw the token after them.
 
     Args:
-        logits: [R, k+1, V] of the verification; row r is defined up to `drafted[r]` included.
+        logits: [R, k+1, V] of the verification, k from 0 up; row r is defined up to `drafted[r]` included.
         drafts: [R, k] int64. drafted: [R] int64, how many of them exist (0..k).
         rows: sampling parameters, a row a request.
         support_ids, support_probs: [R, k, M] the proposals; unused where every row is greedy.
@@ -83,6 +83,9 @@ def accept_drafts(
         return _pack(drafts, accepted, bonus)
 
     requests, _, vocabulary = logits.shape
+    if k == 0:
+        bonus = draw(sampling_probs(logits.squeeze(1), rows), generator)
+        return _pack(drafts, torch.zeros_like(drafted), bonus)
     each = torch.arange(requests, device=drafts.device).repeat_interleave(k + 1)
     target = sampling_probs(logits.reshape(-1, vocabulary), rows.take(each)).view(requests, k + 1, vocabulary)
     p = target[:, :k].gather(2, drafts[..., None]).squeeze(2)

@@ -51,16 +51,17 @@ def accept_verified(
     """Accept the drafts of verified requests.
 
     Args:
-        logits: [R, k+1, V]. rows: sampling parameters of the R requests.
-        pools, drafted: [R] int64.
+        logits: [R, Q, V], Q from 1 to k+1. rows: sampling parameters of the R requests.
+        pools, drafted: [R] int64; at most Q - 1 drafts.
     """
+    drafts = logits.shape[1] - 1
     accepted = accept_drafts(
         logits,
-        state.tokens[pools, 1:],
+        state.tokens[pools, 1 : drafts + 1],
         drafted,
         rows,
-        support_ids=state.support_ids[pools],
-        support_probs=state.support_probs[pools],
+        support_ids=state.support_ids[pools, :drafts],
+        support_probs=state.support_probs[pools, :drafts],
         generator=generator,
     )
     state.tokens[pools, 0] = accepted.bonus

@@ -1,0 +1,218 @@
+"""How many drafts a round makes: the costs that are looked up, what is learnt, and what is chosen."""
+
+import random
+
+import pytest
+from sglang_sparsespec.rounds.costs import StepCosts, round_us
+from sglang_sparsespec.rounds.policy import (
+    DWELL,
+    PRIOR,
+    PROBE_EVERY,
+    REASONS,
+    Acceptance,
+    AdaptivePolicy,
+    Choice,
+    FixedPolicy,
+)
+
+# An H200 with a model of the 8B shape, in microseconds: drafts and plain steps read 16 GB of weights.
+GRAPHS = {
+    0: [(1, 5100.0), (8, 5200.0), (48, 5600.0), (96, 6000.0)],
+    1: [(1, 5200.0), (8, 5300.0), (48, 5700.0), (96, 6200.0)],
+    5: [(1, 5600.0), (8, 6000.0), (48, 9000.0), (96, 13000.0)],
+    9: [(1, 6000.0), (8, 7000.0), (48, 12000.0), (96, 20000.0)],
+}
+KEY_US = 0.0354
+
+
+def costs():
+    return StepCosts({width: list(points) for width, points in GRAPHS.items()}, KEY_US)
+
+
+def load(requests, context):
+    return [context] * requests, [max(256, context // 20)] * requests
+
+
+def settle(policy, at, rounds=40):
+    """The choice that stands after some rounds of the same load."""
+    for _ in range(rounds):
+        choice = policy.choose(*at)
+    return choice
+
+
+# --- costs ---
+
+
+def test_the_smallest_graph_with_room_is_looked_up():
+    table = costs()
+    assert table.draft_us(1, 0) == 5100
+    assert table.draft_us(2, 0) == table.draft_us(8, 0) == 5200
+    assert table.draft_us(9, 100) == pytest.approx(5600 + 100 * KEY_US)
+    assert table.draft_us(192, 0) == pytest.approx(2 * 6000), "beyond the largest graph"
+    assert table.verify_us(8, 0, 0) == 5300
+    assert table.verify_us(8, 1, 0) == table.verify_us(8, 4, 0) == 6000
+    assert table.verify_us(8, 5, 0) == table.verify_us(8, 8, 0) == 7000
+
+
+def test_a_round_is_its_drafts_and_its_verification():
+    lengths, budgets = [8000, 400], [400, 256]
+    want = 5 * (5200 + 656 * KEY_US) + 7000 + 8400 * KEY_US
+    assert round_us(costs(), lengths, budgets, 5) == pytest.approx(want)
+    assert round_us(costs(), lengths, budgets, 0) == pytest.approx(5300 + 8400 * KEY_US)
+
+
+def test_costs_move_towards_what_micro_steps_take():
+    table = costs()
+    for _ in range(200):
+        table.correct("verify", 48, 8, 400_000, 12_000 + 400_000 * 0.05)
+        table.correct("draft", 48, 8, 20_000, 5600 + 20_000 * 0.07)
+    assert table.verify_us(48, 8, 400_000) == pytest.approx(12_000 + 400_000 * 0.05, rel=0.01)
+    assert table.draft_us(48, 20_000) == pytest.approx(5600 + 20_000 * 0.07, rel=0.01)
+    assert table.verify_us(48, 0, 400_000) == pytest.approx(5700 + 400_000 * KEY_US), "plain has its own"
+    assert set(table.describe()) == {"draft", "verify", "plain"}
+
+
+def test_measurements_that_say_nothing_are_left_out():
+    table = costs()
+    table.correct("plain", 1, 0, 100, 99_000.0)  # hardly a key read
+    table.correct("plain", 8, 0, 50_000, 1e9)  # something else ran
+    assert table.verify_us(8, 0, 50_000) == pytest.approx(5300 + 50_000 * KEY_US)
+    table.correct("plain", 8, 0, 50_000, 1.0)  # faster than its empty graph
+    assert table.verify_us(8, 0, 50_000) < 5300 + 50_000 * KEY_US
+
+
+def test_a_width_without_a_time_is_refused():
+    with pytest.raises(ValueError, match="width 5"):
+        StepCosts({0: [(1, 1.0)], 5: []}, 1.0)
+
+
+# --- acceptance ---
+
+
+def test_acceptance_is_that_of_the_drafts_that_were_reached():
+    rng = random.Random(1)
+    rates = [0.95, 0.8, 0.5, 0.9]
+    seen = Acceptance(4)
+    for _ in range(600):
+        accepted = []
+        for _ in range(16):
+            kept = 0
+            while kept < 4 and rng.random() < rates[kept]:
+                kept += 1
+            accepted.append(kept)
+        seen.observe([4] * 16, accepted)
+    for drafts in range(5):
+        alive, want = 1.0, 1.0
+        for rate in rates[:drafts]:
+            alive *= rate
+            want += alive
+        assert seen.tokens(drafts) == pytest.approx(want, rel=0.06)
+
+
+def test_before_any_outcome_the_prior_stands():
+    assert Acceptance(8).tokens(2) == pytest.approx(1 + PRIOR + PRIOR**2)
+    seen = Acceptance(3)
+    seen.observe([0, 0], [0, 0])
+    assert seen.tokens(3) == Acceptance(3).tokens(3), "plain steps tell nothing of drafts"
+
+
+def test_requests_of_fewer_drafts_tell_of_these_alone():
+    seen = Acceptance(4)
+    for _ in range(300):
+        seen.observe([2, 1], [2, 1])
+    assert seen.tokens(2) == pytest.approx(3, rel=0.01)
+    assert seen.tokens(3) == pytest.approx(3 + PRIOR, rel=0.02)
+
+
+# --- choices ---
+
+
+def with_acceptance(rate, stride=8):
+    policy, rng = AdaptivePolicy(stride, costs()), random.Random(3)
+    for _ in range(200):
+        accepted = []
+        for _ in range(16):
+            kept = 0
+            while kept < stride and rng.random() < rate:
+                kept += 1
+            accepted.append(kept)
+        policy.observe([stride] * 16, accepted)
+    return policy
+
+
+@pytest.mark.parametrize(
+    ("requests", "context", "rate", "drafts", "reason"),
+    [
+        (48, 15_360, 0.9, {4, 8}, "faster"),
+        (48, 8_192, 0.9, {4, 8}, "faster"),
+        (24, 15_360, 0.9, {4, 8}, "faster"),
+        (1, 8_192, 0.9, {0}, "load"),
+        (8, 1_000, 0.95, {0}, "load"),
+        (48, 15_360, 0.05, {0}, "acceptance"),
+    ],
+)
+def test_drafts_are_made_where_they_pay(requests, context, rate, drafts, reason):
+    choice = settle(with_acceptance(rate), load(requests, context))
+    assert choice.drafts in drafts
+    assert choice.reason == reason
+    assert reason in REASONS
+
+
+def test_the_choice_is_the_fastest_of_all_by_the_slow_way():
+    for requests, context, rate in [(48, 8192, 0.8), (24, 8192, 0.6), (96, 4096, 0.9), (8, 15360, 0.7)]:
+        policy, at = with_acceptance(rate), load(requests, context)
+        speeds = {n: policy.acceptance.tokens(n) / round_us(costs(), *at, n) for n in (0, 4, 8)}
+        chosen = settle(policy, at).drafts
+        assert speeds[chosen] * 1.031 > max(speeds.values())
+
+
+def test_small_gains_and_short_times_change_nothing():
+    policy = with_acceptance(0.9)
+    assert settle(policy, load(48, 15_360)).drafts > 0
+    quiet, busy = load(1, 500), load(48, 15_360)
+    choices = [policy.choose(*quiet) for _ in range(3)]
+    assert choices[0].drafts == 0, "long enough at the last choice"
+    back = [policy.choose(*busy).drafts for _ in range(DWELL + 2)]
+    assert back[: DWELL - 4] == [0] * (DWELL - 4), "not at once again"
+    assert back[-1] > 0
+
+
+def test_plain_decoding_looks_again_from_time_to_time_where_acceptance_was_the_reason():
+    policy, at = with_acceptance(0.05), load(48, 15_360)
+    settle(policy, at)
+    choices = [policy.choose(*at) for _ in range(2 * PROBE_EVERY + 10)]
+    probes = [choice for choice in choices if choice.reason == "probe"]
+    assert probes == [Choice(4, "probe")] * 2
+    for _ in range(400):
+        policy.observe([4] * 48, [4] * 48)
+    assert settle(policy, at).reason == "faster"
+
+
+def test_load_is_never_probed():
+    policy, at = with_acceptance(0.9), load(1, 1000)
+    settle(policy, at)
+    assert {policy.choose(*at) for _ in range(2 * PROBE_EVERY)} == {Choice(0, "load")}
+
+
+def test_ranks_that_hear_the_same_choose_the_same():
+    rng = random.Random(9)
+    ranks = [AdaptivePolicy(8, costs()) for _ in range(2)]
+    for _ in range(400):
+        at = load(rng.randint(1, 96), rng.choice([200, 4000, 16_000]))
+        drafts = {rank.choose(*at) for rank in ranks}
+        assert len(drafts) == 1
+        made = drafts.pop().drafts
+        accepted = [rng.randint(0, made) for _ in at[0]]
+        for rank in ranks:
+            rank.observe([made] * len(accepted), accepted)
+
+
+def test_a_fixed_policy_knows_one_choice():
+    policy = FixedPolicy(6)
+    policy.observe([6], [0])
+    assert policy.choose([1], [1]) == Choice(6, "fixed")
+
+
+def test_plain_decoding_must_have_been_measured():
+    with pytest.raises(ValueError, match="plain decoding"):
+        AdaptivePolicy(8, StepCosts({0: [(1, 1.0)], 9: [(1, 1.0)]}, 1.0))
