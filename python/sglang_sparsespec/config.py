@@ -54,9 +54,9 @@ class SparseSpecConfig:
     )
     schedule: str = _key("lockstep", "when the requests of a batch verify", choices=("lockstep", "unified"))
     adapt: str = _key(
-        "auto",
-        "fewer drafts, or none, where measured times say that it is faster ('auto': where CUDA graphs are)",
-        choices=("auto", "on", "off"),
+        "off",
+        "fewer drafts, or none, where measured times say that it is faster",
+        choices=("off", "on"),
     )
     draft_support: int = _key(
         64, "most tokens a sampled draft is drawn from (temperature > 0)", low=1, high=4096

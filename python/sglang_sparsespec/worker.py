@@ -204,8 +204,7 @@ class SparseSpecWorker(BaseSpecWorker):
 
         sizes = {min(size, device_rounds.slots) for size in compat.graph_batch_sizes()}
         graphs = bool(sizes) and device_rounds.header.is_cuda
-        auto = self.config.adapt == "auto" and graphs and self.config.schedule == "lockstep"
-        self.adapts = auto or self.config.adapt == "on"
+        self.adapts = self.config.adapt == "on"
         keys, self.graph_batch_sizes = self._plan_keys(sorted(sizes) if graphs else [])
         return ReplayedRounds(
             self.config, device_rounds, self._forward_device, self._generator, self.timer, keys=keys

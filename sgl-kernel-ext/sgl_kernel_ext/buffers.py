@@ -13,7 +13,7 @@ FIELDS = 3  # a row: pool row of the request (0: empty slot), drafts made so far
 
 @dataclass(frozen=True)
 class MicroStepBuffers:
-    """Static tensors of one graph's micro-step, `nd` draft slots and `nv` verify slots of `queries` tokens each.
+    """Static tensors of one graph's micro-step: `nd` draft slots, `nv` verify slots of `queries` tokens each.
 
     T = nd + nv * queries tokens, draft slots first. Everything is int32 unless said otherwise.
     """

@@ -72,8 +72,6 @@ PLAN = [
         stride=8,
         min_tokens=8,
         score_layer_stride=2,
-        attention="torch_paged",
-        adapt="on",
         env=OPTIMIZED,
         args=("--tp", "2"),
     ),

@@ -310,4 +310,4 @@ def test_the_budget_never_shrinks_nor_exceeds_the_context(ratio):
 def test_adapting_and_unified_exclude_each_other():
     with refused("adapt is 'on'", "schedule is 'unified'", "Use schedule 'lockstep'"):
         resolve({"adapt": "on", "schedule": "unified"})
-    assert resolve({"adapt": "auto", "schedule": "unified"}).schedule == "unified"
+    assert resolve({"adapt": "off", "schedule": "unified"}).schedule == "unified"

@@ -27,6 +27,9 @@ class Life:
     key: RequestKey
     drafted: int = 0  # since its last verification
     verified: int = 0
+    at: int = -1  # where it last verified
+    committed: int = 100
+    known: int = 100  # committed, as far as the scheduler has heard: a round behind
 
 
 class Batch:
@@ -54,18 +57,28 @@ class Batch:
         return [life for life in self.running if self.random.random() < 0.9]
 
 
-def check_step(step, lives, verified_now, stride):
+def check_step(at, step, lives, verified_now, stride, schedule, accept):
     """One micro-step against what is known of each request, which is advanced."""
-    assert sorted(row.row for row in (*step.drafts, *step.verifies)) == list(range(len(lives)))
+    rows = [row.row for row in (*step.drafts, *step.verifies)]
+    assert len(rows) == len(set(rows))
+    for row in set(range(len(lives))) - set(rows):
+        assert schedule == "unified"
+        assert lives[row].drafted == stride, "only who has drafted all may sit out"
+    reserve = kv_reserve(stride, schedule)
     for row in step.verifies:
         life = lives[row.row]
         assert row == VerifyRow(row.row, life.drafted)
-        assert life.drafted == stride or (life.verified == 0 and life.drafted < stride)
-        life.drafted, life.verified = 0, life.verified + 1
+        if life.verified and (schedule == "lockstep" or life.at == at):
+            assert life.drafted == stride, "only who has moved, or is new, may have drafted less"
+        assert life.committed + life.drafted < life.known + reserve
+        life.committed += accept(life.drafted)
+        life.drafted, life.verified, life.at = 0, life.verified + 1, at
         verified_now[row.row] += 1
     for row in step.drafts:
         life = lives[row.row]
         assert row == DraftRow(row.row, life.drafted)
+        assert life.drafted < stride
+        assert life.committed + life.drafted < life.known + reserve
         life.drafted += 1
 
 
@@ -74,18 +87,62 @@ def check_step(step, lives, verified_now, stride):
 @pytest.mark.parametrize("seed", range(6))
 def test_all_verify_once_a_round_and_draft_k_times_in_between(schedule, stride, seed):
     planner, batch = RoundPlanner(stride, schedule), Batch(seed)
-    reused = False
+    chance = random.Random(seed)
+    reused = moved = False
     for _ in range(150):
         batch.change()
         lives = batch.next_round()
+        for life in batch.running:
+            if life not in lives:  # nothing of it is in flight: the scheduler hears all
+                life.known = life.committed
+        started = [life.committed for life in lives]
+        places = [life.at for life in lives if life.verified]
         plan = planner.plan_round([life.key for life in lives])
         assert len(plan.micro_steps) == stride + 1
         verified = Counter()
-        for step in plan.micro_steps:
-            check_step(step, lives, verified, stride)
+        accept = (
+            (lambda drafted: drafted + 1) if seed == 0 else (lambda drafted: chance.randint(1, drafted + 1))
+        )
+        old = [life for life in lives if life.verified]
+        for at, step in enumerate(plan.micro_steps):
+            check_step(at, step, lives, verified, stride, schedule, accept)
         assert verified == Counter(range(len(lives)))
+        if schedule == "unified":
+            loads = [len(step.verifies) for step in plan.micro_steps]
+            assert max(loads) - min(loads) <= 1
+        moved |= [life.at for life in old] != places
+        for life, start in zip(lives, started, strict=True):
+            life.known = start
         reused |= any(life.key.generation > 1 for life in lives)
     assert reused
+    assert moved == (schedule == "unified")
+
+
+def test_rebalancing_moves_as_few_as_can_be_and_as_near():
+    planner = RoundPlanner(3, "unified")
+    before = verify_steps(planner.plan_round(keys(8)))
+    left = [key for row, key in enumerate(keys(8)) if before[row] in (2, 3)]  # offsets 0 and 1 are empty now
+    after = verify_steps(planner.plan_round(left))
+    assert sorted(after.values()) == [0, 1, 2, 3]
+    places = [before[key.pool - 1] for key in left]
+    assert sum(after[row] != place for row, place in enumerate(places)) == 2
+    again = verify_steps(planner.plan_round(left))
+    assert again == after, "who is balanced stays"
+
+
+def test_a_request_that_moves_later_sits_out_and_one_that_moves_earlier_drafts_less():
+    planner = RoundPlanner(3, "unified")
+    before = verify_steps(planner.plan_round(keys(8)))
+    late = [key for row, key in enumerate(keys(8)) if before[row] in (0, 1)]
+    plan = planner.plan_round(late)
+    assert [len(step.verifies) for step in plan.micro_steps] == [1] * 4
+    assert all(row.drafted == 3 for step in plan.micro_steps for row in step.verifies)
+    assert sum(len(step.drafts) + len(step.verifies) for step in plan.micro_steps) < 16
+    planner.forget()
+    planner.plan_round(keys(8))
+    early = [key for row, key in enumerate(keys(8)) if before[row] in (2, 3)]
+    plan = planner.plan_round(early)
+    assert sorted(row.drafted for step in plan.micro_steps for row in step.verifies) == [1, 1, 3, 3]
 
 
 @pytest.mark.parametrize("stride", STRIDES)

@@ -4,6 +4,10 @@ A round has k+1 micro-steps, each one model forward. A request has an *offset* o
 micro-step o; at
 every other micro-step it drafts one token. Between two verifications it therefore drafts exactly k times: at
 micro-steps o+1..k of one round and 0..o-1 of the next. Lockstep is the same plan with o = k for all.
+
+When requests finish, the others are moved until verifications per micro-step differ by one at most. A request
+that moves to an earlier offset verifies once with fewer drafts; one that moves to a later offset sits out the
+micro-steps by which its k drafts are made already.
 (SparseSpec, arXiv 2512.01278, section 4.1: unified batch scheduling.)
 """
 
@@ -23,7 +27,7 @@ class RequestKey:
 
 @dataclass(frozen=True)
 class DraftRow:
-    """One token of request `row`: the draft after `drafted` drafts of this cycle."""
+    """One token of request `row`: the draft after `drafted` drafts of this cycle, fewer than k."""
 
     row: int  # index into the round's requests
     drafted: int  # drafts made since the last verification, before this one
@@ -119,6 +123,8 @@ class RoundPlanner:
                 load[cycle.offset] += 1
                 self._cycles[key.pool] = cycle
             cycles.append(cycle)
+        if self.schedule == "unified":
+            _rebalance(cycles, load)
         return cycles
 
     def _offset(self, load: Sequence[int]) -> int:
@@ -127,17 +133,40 @@ class RoundPlanner:
         # The later of equally loaded offsets: a new request then drafts more before it first verifies.
         return min(range(self.stride, -1, -1), key=lambda offset: load[offset])
 
-    @staticmethod
-    def _micro_step(at: int, cycles: Sequence[_Cycle]) -> MicroStep:
+    def _micro_step(self, at: int, cycles: Sequence[_Cycle]) -> MicroStep:
         drafts, verifies = [], []
         for row, cycle in enumerate(cycles):
             if at == cycle.offset:
                 verifies.append(VerifyRow(row, cycle.drafted))
                 cycle.drafted = 0
-            else:
+            elif cycle.drafted < self.stride:
                 drafts.append(DraftRow(row, cycle.drafted))
                 cycle.drafted += 1
         return MicroStep(tuple(drafts), tuple(verifies))
+
+
+def _rebalance(cycles: Sequence[_Cycle], load: list[int]) -> None:
+    """Move requests until the loads of offsets differ by one at most: as few as can be, and as near.
+
+    Args:
+        load: requests of each offset.
+    """
+    if max(load) - min(load) <= 1:
+        return
+    even, more = divmod(len(cycles), len(load))
+    # The offsets that keep one more are those that have most already.
+    fuller = sorted(range(len(load)), key=lambda offset: -load[offset])[:more]
+    spare = [even + (offset in fuller) for offset in range(len(load))]
+    moving = []
+    for cycle in cycles:
+        if spare[cycle.offset] > 0:
+            spare[cycle.offset] -= 1
+        else:
+            moving.append(cycle)
+    free = [offset for offset, count in enumerate(spare) for _ in range(count)]
+    # Both in order: no other pairing moves them less in all.
+    for cycle, offset in zip(sorted(moving, key=lambda cycle: cycle.offset), free, strict=True):
+        cycle.offset = offset
 
 
 def kv_reserve(stride: int, schedule: str) -> int:
