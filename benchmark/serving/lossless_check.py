@@ -143,8 +143,9 @@ def run(
             asyncio.run(flush(server.url))
             result["kv_usage_after_storm"] = asyncio.run(load(server.url)).get("token_usage")
             again = [Outcome(problem) for problem in problems[:3]]
-            asyncio.run(answer_all(server.url, prompts[:3], again, max_tokens=min(300, args.max_tokens), concurrency=3))
-            result["after_storm_parted_at"] = [parted(o.token_ids, ids[i][:300]) for i, o in enumerate(again)]
+            few = min(300, args.max_tokens)
+            asyncio.run(answer_all(server.url, prompts[:3], again, max_tokens=few, concurrency=3))
+            result["after_storm_parted_at"] = [parted(o.token_ids, ids[i][:few]) for i, o in enumerate(again)]
             if reference is not None:
                 places = [parted(a, b) for a, b in zip(ids, reference, strict=True)]
                 result["ids_equal"] = places.count(None)
