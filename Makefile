@@ -18,15 +18,16 @@ PY := $(VENV)/bin/python
 export PYTHONPATH := $(CURDIR)/python:$(CURDIR)/sgl-kernel-ext$(if $(PYTHONPATH),:$(PYTHONPATH))
 SOURCES := python test benchmark sgl-kernel-ext
 
-.PHONY: help venv demo doctor test test-unit test-optimized test-server test-gpu lint format bench-reasoner \
+.PHONY: help venv demo doctor test test-unit test-kernels test-optimized test-server test-gpu lint format bench-reasoner \
   clean clean-venvs
 
 help:
 	@cat <<-'END'
 	make demo            problems solved with and without SPARSESPEC, checked and compared
 	make doctor          what is installed, what would be used, a short self-test
-	make test            all checks: lint, unit, contract, optimized, server (what CI runs)
-	make test-unit       unit and contract tests, no server; kernels in Triton's interpreter
+	make test            all checks: lint, unit, contract, kernels, optimized, server (what CI runs)
+	make test-unit       unit and contract tests, no server
+	make test-kernels    kernels of sgl-kernel-ext: in Triton's interpreter, or on a GPU where there is one
 	make test-optimized  unit tests once more with PYTHONOPTIMIZE=1
 	make test-server     tests against real servers
 	make test-gpu        kernels against the reference; skipped without a CUDA device
@@ -112,16 +113,17 @@ demo: venv
 doctor: venv
 	@'$(PY)' -m sglang_sparsespec.doctor
 
-# In turn, cheapest first, whatever -j says.
+# Cheapest first, whatever -j says. Those without servers use a core each, so two run at a time.
 test: venv
 	@$(MAKE) lint
-	$(MAKE) test-unit
-	$(MAKE) test-optimized
+	$(MAKE) -j2 --output-sync=target test-unit test-kernels test-optimized
 	$(MAKE) test-server
 
 test-unit: venv
 	@'$(PY)' -m pytest test/unit test/contract $(PYTEST_FLAGS)
-	'$(PY)' -m pytest -c sgl-kernel-ext/pyproject.toml sgl-kernel-ext/tests sgl-kernel-ext/csrc/test $(PYTEST_FLAGS)
+
+test-kernels: venv
+	@'$(PY)' -m pytest -c sgl-kernel-ext/pyproject.toml sgl-kernel-ext/tests sgl-kernel-ext/csrc/test $(PYTEST_FLAGS)
 
 # Without the longest files: what they test is not checks that could have been asserts.
 SLOW := reasoner benchmarks device_rounds triton_paged

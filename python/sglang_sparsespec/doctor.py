@@ -258,12 +258,12 @@ def test_acceptance() -> Found:
 def test_attention() -> Found:
     import torch
 
-    from sglang_sparsespec.attention import flashinfer_obstacle
+    from sglang_sparsespec.attention import obstacle
     from sglang_sparsespec.attention.torch_reference import TorchAttention
 
     case = _AttentionCase(torch.float32, heads=4, kv_heads=2, head_dim=64, lengths=(37, 5))
     yield _compare("torch attention and float64", case.run(TorchAttention(case.table)), case.loop(), 1e-4)
-    if flashinfer_obstacle(find_device(), torch.bfloat16, 128):
+    if obstacle("flashinfer", find_device(), torch.bfloat16, 128):
         return
     from sglang_sparsespec.attention.flashinfer import FlashInferAttention
 

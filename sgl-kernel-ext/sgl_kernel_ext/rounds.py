@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from sgl_kernel_ext.buffers import SCORE_ALIGN, MicroStepBuffers, RequestTensors
+from sgl_kernel_ext.select import budget_of
 
 PAGE_BLOCK = 1024
 
@@ -227,13 +228,12 @@ def verify_pages(step: MicroStepBuffers, state: RequestTensors, pages: torch.Ten
 def _settle_kernel(POOL, PREFIX, OFFSET, SEL_LEN, SEL_BASE, ratio_ppm, min_tokens, kept, cap, window_sink):
     slot = tl.program_id(0)
     pool = tl.load(POOL + slot).to(tl.int64)
-    prefix = tl.load(PREFIX + slot).to(tl.int64)
+    prefix = tl.load(PREFIX + slot)
     if (pool > 0) & (prefix > 0) & (tl.load(OFFSET + slot) >= 0):
-        share = (prefix * ratio_ppm + 999999) // 1000000
-        budget = tl.minimum(tl.minimum(tl.maximum(share, min_tokens) + kept, prefix), cap)
+        budget = budget_of(prefix, ratio_ppm, min_tokens, kept, cap)
         length = tl.where(window_sink < 0, budget, tl.minimum(window_sink, budget))
-        tl.store(SEL_LEN + pool, length)
-        tl.store(SEL_BASE + pool, prefix - (budget - length))
+        tl.store(SEL_LEN + pool, length.to(tl.int64))
+        tl.store(SEL_BASE + pool, (prefix - (budget - length)).to(tl.int64))
 
 
 def settle(

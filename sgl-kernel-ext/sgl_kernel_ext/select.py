@@ -125,6 +125,13 @@ _PLAIN = ["stride_kl", "stride_kh", "stride_sl", "stride_sh", "stride_sr", "head
           "sink", "recent", "width"]  # fmt: skip
 
 
+@triton.jit
+def budget_of(prefix, ratio_ppm, min_tokens, kept, width):
+    """Positions that a selection from `prefix` keys holds, int32 (the reference: `selected_count`)."""
+    share = ((prefix.to(tl.int64) * ratio_ppm + 999999) // 1000000).to(tl.int32)
+    return tl.minimum(tl.minimum(tl.maximum(share, min_tokens) + kept, prefix), width)
+
+
 @triton.jit(do_not_specialize=_PLAIN)  # one compilation for all shapes
 def _select_kernel(keys, offset, prefix, pools, selected, stride_kl, stride_kh, stride_sl, stride_sh,
                    stride_sr, heads, ratio_ppm, min_tokens, sink, recent, width, TOP: tl.constexpr,
@@ -136,8 +143,7 @@ def _select_kernel(keys, offset, prefix, pools, selected, stride_kl, stride_kh, 
     at = tl.load(offset + row)
     n = tl.load(prefix + row)
     if (at >= 0) & (n > 0):
-        ratio = ((n.to(tl.int64) * ratio_ppm + 999999) // 1000000).to(tl.int32)
-        wanted = tl.minimum(tl.minimum(tl.maximum(ratio, min_tokens) + sink + recent, n), width)
+        wanted = budget_of(n, ratio_ppm, min_tokens, sink + recent, width)
         line_at = layer * stride_kl + head * stride_kh + at
         out = selected + layer * stride_sl + head * stride_sh + tl.load(pools + row).to(tl.int64) * stride_sr
         if n + VEC <= TILE // 4:

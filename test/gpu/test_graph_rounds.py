@@ -5,11 +5,11 @@ import random
 
 import pytest
 import torch
-from sglang_sparsespec.attention import fa3_obstacle, fused_obstacle
+from sglang_sparsespec.attention import obstacle
 from sglang_sparsespec.config import SparseSpecConfig
 
 CUDA = torch.cuda.is_available()
-OBSTACLE = fa3_obstacle("cuda" if CUDA else "cpu", torch.bfloat16, 64)
+OBSTACLE = obstacle("fa3", "cuda" if CUDA else "cpu", torch.bfloat16, 64)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(OBSTACLE is not None, reason=f"no FA3: {OBSTACLE}")]
 
 CONFIGS = {
@@ -32,7 +32,7 @@ def make(config: SparseSpecConfig, *, graphs: bool):
     from toy_rounds import DIM, HEADS, KV_HEADS, Toy
 
     if config.attention == "fused":
-        if reason := fused_obstacle("cuda", torch.bfloat16, DIM):
+        if reason := obstacle("fused", "cuda", torch.bfloat16, DIM):
             pytest.skip(reason)
         shape = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM}
         attention = FusedAttention(**shape, queries=config.stride + 1, device="cuda")
@@ -60,6 +60,21 @@ def test_graphs_give_what_eager_micro_steps_give_while_the_batch_shrinks(name):
         pools.pop()
     assert graphed.rounds.eager_micro_steps == 0
     assert eager.rounds.eager_micro_steps > 0
+
+
+@pytest.mark.parametrize("name", ["lockstep", "fused", "kv_head"])
+def test_rounds_of_any_number_of_drafts_give_what_eager_ones_give(name):
+    config = SparseSpecConfig(stride=4, min_tokens=32, draft_support=8, adapt="on")
+    config = dataclasses.replace(config, **CONFIGS[name])
+    graphed, eager = make(config, graphs=True), make(config, graphs=False)
+    times = graphed.rounds.graphs.measure()
+    assert set(times) == {0, 1, 3, 5} and all(us > 0 for points in times.values() for _, us in points)
+    graphed = make(config, graphs=True)
+    rng = random.Random(4)
+    for drafts in (4, 0, 0, 2, 1, 4, 3, 0, 4):
+        pools = rng.sample(range(1, 7), rng.randint(1, 6))
+        assert graphed.run(pools, drafts=drafts) == eager.run(pools, drafts=drafts)
+    assert graphed.rounds.eager_micro_steps == 0
 
 
 def test_a_sampled_round_does_not_wait_for_the_device_either():

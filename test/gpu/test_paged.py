@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from sglang_sparsespec.attention import fa3_obstacle, fused_obstacle, triton_obstacle
+from sglang_sparsespec.attention import obstacle
 from sglang_sparsespec.attention.interface import LayerKV
 from sglang_sparsespec.attention.paged_reference import TorchPagedAttention
 
@@ -15,11 +15,10 @@ SHAPES = [(32, 8, 128), (8, 8, 64), (16, 1, 128), (28, 4, 256)]
 @pytest.fixture(params=["fa3", "triton", "fused"])
 def fast(request):
     """A function that makes the attention of a shape, or skips where it cannot."""
-    obstacle = {"fa3": fa3_obstacle, "triton": triton_obstacle, "fused": fused_obstacle}[request.param]
 
     def make(shape):
         heads, kv_heads, dim = shape
-        if reason := obstacle(DEVICE, torch.bfloat16, dim):
+        if reason := obstacle(request.param, DEVICE, torch.bfloat16, dim):
             pytest.skip(f"no {request.param}: {reason}")
         if request.param == "fused":
             from sglang_sparsespec.attention.fused import FusedAttention

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang_sparsespec.attention import flashinfer_obstacle, make_attention, torch_reference
+from sglang_sparsespec.attention import make_attention, obstacle, torch_reference
 from sglang_sparsespec.attention.backend import SparseSpecAttentionBackend
 from sglang_sparsespec.attention.interface import DraftRows, LayerKV, VerifyRows
 from sglang_sparsespec.attention.torch_reference import TorchAttention
@@ -185,12 +185,12 @@ def test_rows_that_were_not_planned_are_refused():
     ],
 )
 def test_what_flashinfer_cannot_serve_is_told(given, told):
-    assert told in flashinfer_obstacle(*given)
+    assert told in obstacle("flashinfer", *given)
 
 
 def test_flashinfer_that_is_not_installed_is_told(monkeypatch):
     monkeypatch.setitem(sys.modules, "flashinfer", None)
-    assert "not installed" in flashinfer_obstacle("cuda:0", torch.float16, 64)
+    assert "flashinfer cannot be imported" in obstacle("flashinfer", "cuda:0", torch.float16, 64)
 
 
 @pytest.mark.parametrize("asked", ["auto", "torch"])

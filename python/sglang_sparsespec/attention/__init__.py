@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,70 +22,77 @@ logger = logging.getLogger(__name__)
 
 GRAPHED = ("fused", "fa3", "triton")  # implementations that run in CUDA graphs
 
-FA3_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
-FA3_HEAD_DIMS = (64, 96, 128, 192, 256)
-TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn)
-TRITON_HEAD_DIMS = (64, 128, 256)  # those that the score kernel serves too
-FLASHINFER_DTYPES = (torch.bfloat16, torch.float16)
-FLASHINFER_HEAD_DIMS = (64, 128, 256)
+HALF = (torch.bfloat16, torch.float16)
+Capability = tuple[int, int]
 
 
-def flashinfer_obstacle(device: str, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why FlashInfer cannot serve, or None where it can."""
-    if not device.startswith("cuda"):
-        return f"it needs a CUDA device, this is {device!r}"
-    if dtype not in FLASHINFER_DTYPES:
-        return f"it needs bfloat16 or float16, the KV cache is {dtype}"
-    if head_dim not in FLASHINFER_HEAD_DIMS:
-        return f"it needs a head dimension of {FLASHINFER_HEAD_DIMS}, this model has {head_dim}"
-    try:
-        import flashinfer  # noqa: F401
-    except ImportError as error:
-        return f"it is not installed ({error})"
-    return None
+@dataclass(frozen=True)
+class Needs:
+    """What an implementation needs of the machine, of the KV cache and of the model."""
+
+    dtypes: tuple[torch.dtype, ...]  # of the KV cache
+    head_dims: tuple[int, ...]
+    module: str  # that can be imported
+    gpu: str = ""  # in words
+    serves: Callable[[Capability], bool] = lambda capability: True
+    kernels: bool = True  # whether it runs beside those of sgl-kernel-ext
+    fp8_from: Capability = (0, 0)
+
+    def obstacle(self, device: str, dtype: torch.dtype, head_dim: int) -> str | None:
+        """Why it cannot serve, or None where it can."""
+        if not device.startswith("cuda"):
+            return f"it needs a CUDA device, this is {device!r}"
+        if self.gpu and not self.serves(torch.cuda.get_device_capability()):
+            return f"it needs {self.gpu}, this one is {_version(torch.cuda.get_device_capability())}"
+        if dtype not in self.dtypes:
+            return f"it needs {_names(self.dtypes)}, the KV cache is {dtype}"
+        if dtype == torch.float8_e4m3fn and torch.cuda.get_device_capability() < self.fp8_from:
+            here, least = _version(torch.cuda.get_device_capability()), _version(self.fp8_from)
+            return f"an fp8 KV cache needs compute capability {least} (the scores do), this one is {here}"
+        if head_dim not in self.head_dims:
+            return f"it needs a head dimension of {self.head_dims}, this model has {head_dim}"
+        try:
+            importlib.import_module(self.module)
+        except ImportError as error:
+            return f"{self.module} cannot be imported ({error})"
+        return kernels_obstacle() if self.kernels else None
 
 
-def fa3_obstacle(device: str, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why FlashAttention 3 with CUDA graphs cannot serve, or None where it can."""
-    if not device.startswith("cuda"):
-        return f"it needs a CUDA device, this is {device!r}"
-    major, minor = torch.cuda.get_device_capability()
-    if major != 9:
-        return f"it needs a Hopper GPU (compute capability 9.0), this one is {major}.{minor}"
-    if dtype not in FA3_DTYPES:
-        return f"it needs bfloat16, float16 or fp8_e4m3, the KV cache is {dtype}"
-    if head_dim not in FA3_HEAD_DIMS:
-        return f"it needs a head dimension of {FA3_HEAD_DIMS}, this model has {head_dim}"
-    try:
-        import sgl_kernel.flash_attn  # noqa: F401
-    except ImportError as error:
-        return f"sgl_kernel cannot be imported ({error})"
-    return kernels_obstacle()
+def _version(capability: Capability) -> str:
+    return "{}.{}".format(*capability)
 
 
-def triton_obstacle(device: str, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why the Triton kernels with CUDA graphs cannot serve, or None where they can."""
-    if not device.startswith("cuda"):
-        return f"it needs a CUDA device, this is {device!r}"
-    major, minor = torch.cuda.get_device_capability()
-    if major < 8:
-        return f"it needs an Ampere GPU or later (compute capability 8.0), this one is {major}.{minor}"
-    if dtype not in TRITON_DTYPES:
-        return f"it needs bfloat16, float16, float32 or fp8_e4m3, the KV cache is {dtype}"
-    if dtype == torch.float8_e4m3fn and (major, minor) < (8, 9):
-        return f"an fp8 KV cache needs compute capability 8.9 (the scores do), this one is {major}.{minor}"
-    if head_dim not in TRITON_HEAD_DIMS:
-        return f"it needs a head dimension of {TRITON_HEAD_DIMS}, this model has {head_dim}"
-    try:
-        import triton  # noqa: F401
-    except ImportError as error:
-        return f"Triton cannot be imported ({error})"
-    return kernels_obstacle()
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    *most, last = [str(dtype).removeprefix("torch.").removesuffix("fn") for dtype in dtypes]
+    return f"{', '.join(most)} or {last}"
 
 
-def fused_obstacle(device: str, dtype: torch.dtype, head_dim: int) -> str | None:
-    """Why verifications cannot score their keys themselves, or None where they can."""
-    if reason := fa3_obstacle(device, dtype, head_dim):
+NEEDS = {
+    "fa3": Needs(
+        dtypes=(*HALF, torch.float8_e4m3fn),
+        head_dims=(64, 96, 128, 192, 256),
+        module="sgl_kernel.flash_attn",
+        gpu="a Hopper GPU (compute capability 9.0)",
+        serves=lambda capability: capability[0] == 9,
+    ),
+    "triton": Needs(
+        dtypes=(*HALF, torch.float32, torch.float8_e4m3fn),
+        head_dims=(64, 128, 256),  # those that the score kernel serves too
+        module="triton",
+        gpu="an Ampere GPU or later (compute capability 8.0)",
+        serves=lambda capability: capability[0] >= 8,
+        fp8_from=(8, 9),
+    ),
+    "flashinfer": Needs(dtypes=HALF, head_dims=(64, 128, 256), module="flashinfer", kernels=False),
+}
+
+
+def obstacle(name: str, device: str, dtype: torch.dtype, head_dim: int) -> str | None:
+    """Why attention `name` ("fused", or one of NEEDS) cannot serve, or None where it can."""
+    if name != "fused":
+        return NEEDS[name].obstacle(device, dtype, head_dim)
+    # It falls back on FA3 for what its own kernel does not do.
+    if reason := NEEDS["fa3"].obstacle(device, dtype, head_dim):
         return reason
     from sgl_kernel_ext.cuda import supported
 
@@ -106,13 +116,7 @@ def choose_attention(
     Raises:
         ConfigError: one is asked for by name and cannot serve this model on this device.
     """
-    where = (device, dtype, head_dim)
-    obstacles = {
-        "fused": fused_obstacle(*where),
-        "fa3": fa3_obstacle(*where),
-        "triton": triton_obstacle(*where),
-        "flashinfer": flashinfer_obstacle(*where),
-    }
+    obstacles = {name: obstacle(name, device, dtype, head_dim) for name in ("fused", *NEEDS)}
     if reason := obstacles.get(asked):
         raise ConfigError(f'attention is "{asked}", but {reason}. Use "auto" or "torch".')
     if asked != "auto":

@@ -26,9 +26,8 @@ class DeviceStep:
     """The micro-step that the attention backend is asked to run now."""
 
     buffers: MicroStepBuffers
-    rows: ScoredRows | None  # None: nothing verifies
     starts: torch.Tensor  # [nv+1] int32
-    scored: bool
+    scored: ScoredRows | None  # its verify rows, where they make new selections
 
 
 class DeviceRounds:
@@ -133,14 +132,14 @@ class DeviceRounds:
         """Views of the static buffers for `nd` draft slots and `nv` verify slots of `queries` tokens each."""
         buffers = self.buffers.step(nd, nv, queries)
         b = buffers
-        rows = (
-            ScoredRows(b.verify_pool, b.first, b.verify_queries, b.first, b.offset, b.queries) if nv else None
-        )
+        rows = None
+        if scored and nv:
+            rows = ScoredRows(b.verify_pool, b.first, b.verify_queries, b.first, b.offset, b.queries)
         width = buffers.queries
         if width not in self._starts:
             starts = torch.arange(self.slots + 1, dtype=torch.int32, device=self.header.device)
             self._starts[width] = starts * width
-        return DeviceStep(buffers, rows, self._starts[width][: nv + 1], scored and nv > 0)
+        return DeviceStep(buffers, self._starts[width][: nv + 1], rows)
 
     def begin(self, step: DeviceStep) -> None:
         """Before the model: inputs and page tables."""
@@ -151,8 +150,8 @@ class DeviceRounds:
         if buffers.nd:
             self.attention.begin_drafts(buffers.draft_len)
         self._draft_lse.clear()
-        if self.fused and step.scored and step.rows is not None:
-            self._reference_lse = self._estimate_lse(step.rows)
+        if self.fused and step.scored is not None:
+            self._reference_lse = self._estimate_lse(step.scored)
 
     def _estimate_lse(self, rows: ScoredRows) -> torch.Tensor:
         """LSE that the drafts saw at the positions being verified, [layers, R, queries, heads].
@@ -182,22 +181,23 @@ class DeviceRounds:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _verify(self, step: DeviceStep, layer: LayerKV, q: torch.Tensor) -> torch.Tensor:
-        buffers, rows = step.buffers, step.rows
+        buffers, rows = step.buffers, step.scored
         pages = self.verify_pages[: buffers.nv]
         group, rest = divmod(layer.index, self.config.score_layer_stride)
-        scored = step.scored and rows is not None and not rest and self.scores_needed
-        if scored and self.fused and rows is not None and self._reference_lse is not None:
+        if rest or not self.scores_needed:
+            rows = None
+        if rows is not None and self.fused and self._reference_lse is not None:
             target = ScoreTarget(self.sums[group], self._reference_lse[layer.index], self.shift, self.scope)
             return self.attention.verify_scored(layer, q, pages, rows, target)
         out, lse = self.attention.verify(layer, q, pages, buffers.seqlens, step.starts, buffers.queries)
-        if scored and rows is not None:
+        if rows is not None:
             self.score(layer, q, lse, pages, rows)
         return out
 
     def finish(self, step: DeviceStep, logits: torch.Tensor) -> None:
         """After the model: selections, then drafts and acceptance of greedy batches. logits: [T, V]."""
-        if step.rows is not None and step.scored:
-            self.select(step.rows, self.sums if self.fused else self.scores, clear=self.fused)
+        if step.scored is not None:
+            self.select(step.scored, self.sums if self.fused else self.scores, clear=self.fused)
         drafted = step.buffers.nd
         if self._draft_lse:
             at = (step.buffers.draft_pool.long(), step.buffers.draft_at.long())
