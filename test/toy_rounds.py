@@ -120,7 +120,14 @@ class Toy:
             at += 1
         return tokens[1:]
 
-    def run(self, pools: list[int], *, greedy: bool = True, drafts: int | None = None) -> list[list[int]]:
+    def run(
+        self,
+        pools: list[int],
+        *,
+        greedy: bool = True,
+        drafts: int | None = None,
+        unified: bool | None = None,
+    ) -> list[list[int]]:
         """One round, of k drafts by default. On a GPU any wait for the device within it raises."""
         count = len(pools)
         info = SimpleNamespace(
@@ -140,7 +147,7 @@ class Toy:
             sampling_info=info,
         )
         keys = [RequestKey(pool, 0) for pool in pools]
-        plan = self.planner.plan_round(keys, drafts)
+        plan = self.planner.plan_round(keys, drafts, unified=unified)
         if self.device == "cuda":
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error")

@@ -52,7 +52,11 @@ class SparseSpecConfig:
     index_scope: str = _key(
         "layer", "whether the heads of a layer share one selection", choices=("layer", "kv_head")
     )
-    schedule: str = _key("lockstep", "when the requests of a batch verify", choices=("lockstep", "unified"))
+    schedule: str = _key(
+        "lockstep",
+        "when the requests of a batch verify ('auto': either, by measured times; needs adapt 'on')",
+        choices=("lockstep", "unified", "auto"),
+    )
     adapt: str = _key(
         "off",
         "fewer drafts, or none, where measured times say that it is faster",
@@ -88,6 +92,11 @@ class SparseSpecConfig:
             raise ConfigError(
                 "adapt is 'on' and schedule is 'unified', whose rounds always have k drafts. Use schedule "
                 "'lockstep', or adapt 'off'."
+            )
+        if self.adapt == "off" and self.schedule == "auto":
+            raise ConfigError(
+                "schedule is 'auto', which chooses by measured times, and adapt is 'off'. Use adapt 'on', or "
+                "schedule 'lockstep' or 'unified'."
             )
         if self.draft_weights != "model" and self.schedule == "unified":
             raise ConfigError(

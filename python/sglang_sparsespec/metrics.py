@@ -75,6 +75,7 @@ class AcceptanceMetrics:
     def __init__(self, stride: int) -> None:
         self.rounds = 0
         self.plain_steps = 0
+        self.unified_rounds = 0
         self.by_drafts: Counter[int] = Counter()
         self.by_reason: Counter[str] = Counter()
         self.verifications = 0
@@ -90,12 +91,13 @@ class AcceptanceMetrics:
         """Also count in Prometheus; the scheduler process exports through SGLang's own /metrics."""
         self._prometheus = _Prometheus(labels, len(self.drafted))
 
-    def chose(self, drafts: int, reason: str) -> None:
+    def chose(self, drafts: int, reason: str, *, unified: bool = False) -> None:
         """The next round makes so many drafts, for a reason of `rounds.policy.REASONS`."""
         self.by_drafts[drafts] += 1
+        self.unified_rounds += unified
         self.by_reason[reason] += 1
         if self._prometheus is not None:
-            self._prometheus.chose(drafts, reason)
+            self._prometheus.chose(drafts, reason, "unified" if unified else "lockstep")
 
     def launched(self, drafted: Sequence[int], budgets: Sequence[int]) -> None:
         """A round was launched; `drafted[i]` drafts of request i will be verified, from `budgets[i]`
@@ -139,6 +141,7 @@ class AcceptanceMetrics:
         return {
             "rounds": self.rounds,
             "plain_steps": self.plain_steps,
+            "unified_rounds": self.unified_rounds,
             "rounds_by_drafts": {str(n): count for n, count in sorted(self.by_drafts.items())},
             "rounds_by_reason": dict(sorted(self.by_reason.items())),
             "verifications": self.verifications,
@@ -168,7 +171,9 @@ class _Prometheus:
         self._accepted = counter("accepted_tokens", "Draft tokens accepted, by position.", "position")
         self._verifications = counter("verifications", "Verified requests, one count a round each.")
         self._rounds = counter("rounds", "Rounds whose outcome is known.")
-        self._chosen = counter("rounds_chosen", "Rounds by drafts made and why.", "drafts", "reason")
+        self._chosen = counter(
+            "rounds_chosen", "Rounds by drafts, why, and how.", "drafts", "reason", "schedule"
+        )
         self._eager = counter("eager_micro_steps", "Micro-steps that ran outside CUDA graphs.")
         self._budget = Gauge(
             "sparsespec_budget_tokens",
@@ -177,8 +182,8 @@ class _Prometheus:
             multiprocess_mode="mostrecent",
         )
 
-    def chose(self, drafts: int, reason: str) -> None:
-        self._chosen.labels(**self._labels, drafts=str(drafts), reason=reason).inc()
+    def chose(self, drafts: int, reason: str, schedule: str) -> None:
+        self._chosen.labels(**self._labels, drafts=str(drafts), reason=reason, schedule=schedule).inc()
 
     def eager(self, micro_steps: int) -> None:
         self._eager.labels(**self._labels).inc(micro_steps)

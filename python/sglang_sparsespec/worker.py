@@ -6,7 +6,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +25,7 @@ from sglang_sparsespec.draft_weights import DraftWeights
 from sglang_sparsespec.metrics import AcceptanceMetrics, PhaseTimer
 from sglang_sparsespec.refusals import unsupported_layer
 from sglang_sparsespec.rounds.batch import MicroStepBatch
-from sglang_sparsespec.rounds.costs import ATTENTION_SHARE, KINDS, StepCosts
+from sglang_sparsespec.rounds.costs import ATTENTION_SHARE, KINDS, Load, StepCosts
 from sglang_sparsespec.rounds.eager import EagerRounds
 from sglang_sparsespec.rounds.planner import RequestKey, RoundPlan, RoundPlanner, kv_reserve
 from sglang_sparsespec.rounds.policy import AdaptivePolicy, FixedPolicy, RoundPolicy
@@ -41,16 +40,6 @@ if TYPE_CHECKING:
     from sglang_sparsespec.rounds.replayed import ReplayedRounds
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class _RoundNote:
-    """What the times of a round's micro-steps depend on."""
-
-    rows: int
-    drafts: int
-    lengths: int  # keys of all contexts
-    budgets: int  # keys that drafts attend to
 
 
 class SparseSpecWorker(BaseSpecWorker):
@@ -256,10 +245,10 @@ class SparseSpecWorker(BaseSpecWorker):
             torch.cuda.synchronize()
         return time.perf_counter() - began
 
-    def _learn(self, kind: str, seconds: float, note: _RoundNote | None) -> None:
+    def _learn(self, kind: str, seconds: float, note: tuple[Load, int] | None) -> None:
         if note is not None and isinstance(self.policy, AdaptivePolicy) and kind in KINDS:
-            keys = note.budgets if kind == "draft" else note.lengths
-            self.policy.costs.correct(kind, note.rows, note.drafts, keys, 1e6 * seconds)
+            load, drafts = note
+            self.policy.costs.correct(kind, load, drafts, 1e6 * seconds)
 
     def describe(self) -> dict[str, Any]:
         """What `/server_info` shows under `sparsespec`."""
@@ -273,6 +262,8 @@ class SparseSpecWorker(BaseSpecWorker):
             "draft_micro_step_us": round(self.timer.mean_us("draft"), 1),
             "verify_micro_step_us": round(self.timer.mean_us("verify"), 1),
             "plain_step_us": round(self.timer.mean_us("plain"), 1),
+            "mixed_micro_step_us": round(self.timer.mean_us("mixed"), 1),
+            "key_ns": self.policy.costs.describe() if isinstance(self.policy, AdaptivePolicy) else {},
             "adapts": isinstance(self.policy, AdaptivePolicy),
             "eager_micro_steps": self.rounds.eager_micro_steps,
             "cuda_graph_batch_sizes": self.graph_batch_sizes,
@@ -339,12 +330,13 @@ class SparseSpecWorker(BaseSpecWorker):
         keys = self._keys(batch)
         lengths = self.rounds.lengths(batch)
         budgets = [self.config.budget(n) for n in lengths]
-        choice = self.policy.choose(lengths, budgets)
-        plan = self.planner.plan_round(keys, choice.drafts)
-        self.metrics.chose(choice.drafts, choice.reason)
+        load = Load.of(lengths, budgets)
+        choice = self.policy.choose(load)
+        plan = self.planner.plan_round(keys, choice.drafts, unified=choice.unified)
+        self.metrics.chose(choice.drafts, choice.reason, unified=plan.unified)
         self._note_launch(plan, budgets)
         self.timer.collect()
-        self.timer.note = _RoundNote(len(keys), choice.drafts, sum(lengths), sum(budgets))
+        self.timer.note = (load, choice.drafts)
         outcome = self.rounds.run(batch, keys, plan)
         self.metrics.eager(self.rounds.eager_micro_steps)
         return GenerationBatchResult(

@@ -34,6 +34,7 @@ PLAN = [
         min_tokens=16,
         attention="torch_paged",
         adapt="on",
+        schedule="auto",
         draft_weights="int4",
         args=("--disable-overlap-schedule",),
     ),

@@ -311,3 +311,6 @@ def test_adapting_and_unified_exclude_each_other():
     with refused("adapt is 'on'", "schedule is 'unified'", "Use schedule 'lockstep'"):
         resolve({"adapt": "on", "schedule": "unified"})
     assert resolve({"adapt": "off", "schedule": "unified"}).schedule == "unified"
+    with refused("schedule is 'auto'", "adapt is 'off'", "Use adapt 'on'"):
+        resolve({"schedule": "auto"})
+    assert resolve({"adapt": "on", "schedule": "auto"}).schedule == "auto"

@@ -10,6 +10,7 @@ from sglang_sparsespec.attention.paged import ScoredRows, ScoreTarget
 from sglang_sparsespec.attention.paged_reference import TorchPagedAttention
 from sglang_sparsespec.config import SparseSpecConfig
 from sglang_sparsespec.rounds.graphs import GraphKey, plan_keys, verify_widths
+from sglang_sparsespec.rounds.planner import RequestKey, RoundPlanner
 from toy_rounds import SLOTS, Toy
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -70,6 +71,31 @@ def test_rounds_of_any_number_of_drafts_emit_what_plain_decoding_does(name, atte
             found[pool] += tokens
     plain = Toy(config, attention())
     assert found == {pool: plain.plain(pool, len(tokens)) for pool, tokens in found.items()}
+
+
+@pytest.mark.parametrize("attention", [TorchPagedAttention, Separate])
+def test_schedules_may_change_from_round_to_round(attention):
+    config = dataclasses.replace(BASE, schedule="auto", adapt="on")
+    toy, rng = Toy(config, attention()), random.Random(6)
+    found: dict[int, list[int]] = {pool: [] for pool in range(1, SLOTS + 1)}
+    for drafts, unified in ((4, False), (4, True), (4, True), (0, False), (4, True), (2, False), (4, True)):
+        pools = rng.sample(sorted(found), SLOTS)
+        for pool, tokens in zip(pools, toy.run(pools, drafts=drafts, unified=unified), strict=True):
+            found[pool] += tokens
+    plain = Toy(config, attention())
+    assert found == {pool: plain.plain(pool, len(tokens)) for pool, tokens in found.items()}
+
+
+def test_unified_micro_steps_always_have_a_graph():
+    for count in (1, 5, 8, 9, 10, 17, 31, 32):
+        keys, _ = plan_keys([1, 2, 4, 8, 16, 32], stride=8, schedule="unified", score_every=1)
+        planner, rng = RoundPlanner(8, "unified"), random.Random(count)
+        pools = list(range(1, count + 1))
+        while pools:
+            for step in planner.plan_round([RequestKey(pool, 0) for pool in pools]).micro_steps:
+                wanted = (len(step.drafts), len(step.verifies))
+                assert any(key.nd >= wanted[0] and key.nv >= wanted[1] for key in keys), wanted
+            pools = rng.sample(pools, len(pools) * 2 // 3)
 
 
 def test_drafts_are_accepted_again_after_a_long_stretch_of_plain_decoding():
@@ -185,7 +211,7 @@ def test_lockstep_needs_two_graphs_a_size_and_unified_mixes():
     assert set(keys) == {GraphKey(n, 0, False) for n in sizes} | {GraphKey(0, n, True, 9) for n in sizes}
     assert keys[0] == GraphKey(0, 4, True, 9), "the largest first"
     keys, _ = plan_keys([32], stride=8, schedule="unified", score_every=2)
-    assert {key.nv for key in keys} == {0, 5, 10, 32}
+    assert {(key.nd, key.nv) for key in keys} == {(32, 0), (32, 5)}
     assert {key.scored for key in keys if key.nv} == {True, False}
 
 

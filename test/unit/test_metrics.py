@@ -12,6 +12,7 @@ def test_nothing_counted_yet():
     assert AcceptanceMetrics(2).snapshot() == {
         "rounds": 0,
         "plain_steps": 0,
+        "unified_rounds": 0,
         "rounds_by_drafts": {},
         "rounds_by_reason": {},
         "verifications": 0,
@@ -32,6 +33,7 @@ def test_drafts_are_counted_by_position():
     assert metrics.snapshot() == {
         "rounds": 1,
         "plain_steps": 0,
+        "unified_rounds": 0,
         "rounds_by_drafts": {},
         "rounds_by_reason": {},
         "verifications": 4,

@@ -274,6 +274,30 @@ def test_lockstep_rounds_may_have_fewer_drafts_and_leave_nothing_behind():
         assert plan.micro_steps[-1].verifies == tuple(VerifyRow(row, count) for row in range(3))
 
 
+def test_either_schedule_round_by_round_drains_nothing():
+    rng, planner = random.Random(2), RoundPlanner(4, "auto")
+    lives = [Life(key) for key in keys(11)]
+    for _ in range(200):
+        unified = rng.random() < 0.5
+        drafts = 4 if unified else rng.randint(0, 4)
+        plan = planner.plan_round([life.key for life in lives], drafts, unified=unified)
+        assert plan.drafts == drafts
+        assert plan.unified == unified
+        verified = Counter()
+        for step in plan.micro_steps:
+            for row in step.verifies:
+                assert row.drafted == lives[row.row].drafted, "all that was drafted is verified"
+                lives[row.row].drafted = 0
+                verified[row.row] += 1
+            for row in step.drafts:
+                assert row.drafted == lives[row.row].drafted < 4
+                lives[row.row].drafted += 1
+        assert verified == Counter(range(11))
+        loads = [len(step.verifies) for step in plan.micro_steps]
+        assert max(loads) - min(loads) <= 1 or not unified
+        assert unified or all(life.drafted == 0 for life in lives), "lockstep leaves nothing half drafted"
+
+
 @pytest.mark.parametrize(("schedule", "drafts"), [("unified", 3), ("lockstep", -1), ("lockstep", 5)])
 def test_a_number_of_drafts_that_the_schedule_cannot_make_is_refused(schedule, drafts):
     with pytest.raises(ValueError, match=f"a {schedule} round of stride 4 cannot make {drafts} drafts"):

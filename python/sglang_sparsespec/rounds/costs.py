@@ -3,16 +3,17 @@
     time(micro-step) = time(its graph over empty slots) + keys read * time(a key)
 
 The first term holds weights, products and launches; the second the KV cache, which empty slots do not read,
-and selection. Drafts, verifications and plain steps each have their own time of a key.
+and selection. Drafts, verifications, plain steps and micro-steps of both kinds have a time of a key each: few
+verifications at a time, for one, do not fill a GPU.
 """
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-KINDS = ("draft", "verify", "plain")
+KINDS = ("draft", "verify", "plain", "mixed")
 # Attention kernels of decoding reach about this share of a plain sum's bandwidth; a start value only.
 ATTENTION_SHARE = 0.85
 SMOOTHING = 0.05  # weight of a new measurement
@@ -20,57 +21,94 @@ SMOOTHING = 0.05  # weight of a new measurement
 KEYS_WORTH_MEASURING = 4096
 
 
+@dataclass(frozen=True)
+class Load:
+    """The requests of a round: contexts, and how much of them a draft attends to, both summed over all."""
+
+    rows: int
+    keys: int
+    selected: int
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], budgets: Sequence[int]) -> Load:
+        return cls(len(lengths), sum(lengths), sum(budgets))
+
+
 @dataclass
 class StepCosts:
-    """Microseconds of micro-steps.
+    """Microseconds of micro-steps and rounds.
 
     Args:
-        graphs: {width: [(slots, microseconds over empty slots)]} by tokens of a verify slot; 0: drafts.
+        graphs: {kind: [(slots, microseconds over empty slots)]}. A kind is the tokens of a verify slot, 0 for
+            drafts alone, or "mixed" for drafts and verifications of a unified round.
         key_us: microseconds to read one key and value of all layers.
     """
 
-    graphs: dict[int, list[tuple[int, float]]]
+    graphs: Mapping[int | str, list[tuple[int, float]]]
     key_us: float
     _key_us: dict[str, float] = field(init=False)
 
     def __post_init__(self) -> None:
-        for width, points in self.graphs.items():
+        for kind, points in self.graphs.items():
             points.sort()
             if not points:
-                raise ValueError(f"no graph of width {width} was measured.")
+                raise ValueError(f"no graph of width {kind} was measured.")
         self._key_us = dict.fromkeys(KINDS, self.key_us)
 
     @property
     def widths(self) -> list[int]:
         """Tokens of a verify slot that were measured, ascending."""
-        return sorted(width for width in self.graphs if width)
+        return sorted(kind for kind in self.graphs if isinstance(kind, int) and kind)
+
+    @property
+    def knows_unified(self) -> bool:
+        return "mixed" in self.graphs
 
     def draft_us(self, rows: int, keys: float) -> float:
         """One draft micro-step of `rows` requests that attend to `keys` keys together."""
         return self._over_empty(0, rows) + keys * self._key_us["draft"]
 
     def verify_us(self, rows: int, drafts: int, keys: float) -> float:
-        """The verification of `drafts` drafts each, over `keys` keys together."""
+        """The verification of `drafts` drafts each over `keys` keys together; without drafts a plain step."""
         kind = "verify" if drafts else "plain"
         return self._over_empty(self._width(drafts), rows) + keys * self._key_us[kind]
+
+    def round_us(self, load: Load, drafts: int) -> float:
+        """A lockstep round of `drafts` drafts each; none: one plain decoding step."""
+        verify = self.verify_us(load.rows, drafts, load.keys)
+        return verify + drafts * self.draft_us(load.rows, load.selected) if drafts else verify
+
+    def unified_us(self, load: Load, stride: int) -> float:
+        """A unified round of k = `stride` drafts: k+1 micro-steps that share the verifications."""
+        selected = load.selected * stride * self._key_us["draft"]
+        return (
+            (stride + 1) * self._over_empty("mixed", load.rows) + load.keys * self._key_us["mixed"] + selected
+        )
 
     def _width(self, drafts: int) -> int:
         return next((width for width in self.widths if width > drafts), self.widths[-1])
 
-    def _over_empty(self, width: int, rows: int) -> float:
-        points = self.graphs[width]
+    def _over_empty(self, kind: int | str, rows: int) -> float:
+        points = self.graphs[kind]
         at = bisect.bisect_left(points, (rows, 0.0))
         if at < len(points):
             return points[at][1]  # the smallest graph that has room
         slots, us = points[-1]
         return us * rows / slots
 
-    def correct(self, kind: str, rows: int, drafts: int, keys: float, us: float) -> None:
-        """Learn from one micro-step, of KINDS, that took `us`."""
+    def correct(self, kind: str, load: Load, drafts: int, us: float) -> None:
+        """Learn from one micro-step, of KINDS, that took `us` in a round of so many drafts."""
+        if kind == "draft":
+            base, keys = self._over_empty(0, load.rows), float(load.selected)
+        elif kind == "mixed":
+            keys = load.keys / (drafts + 1)
+            drafted = load.selected * drafts / (drafts + 1) * self._key_us["draft"]
+            base = self._over_empty("mixed", load.rows) + drafted
+        else:
+            base, keys = self._over_empty(self._width(drafts), load.rows), float(load.keys)
         if keys < KEYS_WORTH_MEASURING:
             return
-        width = 0 if kind == "draft" else self._width(drafts)
-        seen = max(us - self._over_empty(width, rows), 0.0) / keys
+        seen = max(us - base, 0.0) / keys
         # Something else ran meanwhile (a prefill's tail, a compiler): no key takes so long.
         if seen < 5 * self.key_us:
             self._key_us[kind] += SMOOTHING * (seen - self._key_us[kind])
@@ -78,14 +116,3 @@ class StepCosts:
     def describe(self) -> dict[str, float]:
         """Nanoseconds of a key by kind, for `/server_info`."""
         return {kind: round(1e3 * us, 4) for kind, us in self._key_us.items()}
-
-
-def round_us(costs: StepCosts, lengths: Sequence[int], budgets: Sequence[int], drafts: int) -> float:
-    """Microseconds of a lockstep round of `drafts` drafts each; none: one plain decoding step.
-
-    Args:
-        lengths, budgets: context of each request, and how much of it a draft attends to.
-    """
-    rows = len(lengths)
-    verify = costs.verify_us(rows, drafts, sum(lengths))
-    return verify + drafts * costs.draft_us(rows, sum(budgets)) if drafts else verify

@@ -49,20 +49,21 @@ def plan_keys(
     """Graphs to capture for batches of up to `max(sizes)` requests, and the batch sizes among them.
 
     Args:
-        adapt: rounds may have fewer drafts than k, down to none, which is plain decoding (lockstep only).
+        schedule: "auto" needs the graphs of both others.
+        adapt: lockstep rounds may have fewer drafts than k, down to none, which is plain decoding.
 
-    Lockstep needs drafts alone and verifications alone. Unified mixes them: about one request in k+1
-    verifies in a micro-step; more do after many requests arrived together, so that each size also has room
-    for twice as many and for all.
+    Lockstep needs drafts alone and verifications alone. Unified mixes them: one request in k+1 verifies in a
+    micro-step, because the planner keeps the micro-steps even.
     """
     batch_sizes = sorted(set(sizes))
     keys = set()
     for size in batch_sizes:
-        if schedule == "lockstep":
-            shapes = {(0, size, width) for width in verify_widths(stride, adapt=adapt)} | {(size, 0, 0)}
-        else:
-            few = min(size, -(-size // (stride + 1)) + 1)
-            shapes = {(size, nv, stride + 1) for nv in (few, min(size, 2 * few), size)} | {(size, 0, 0)}
+        shapes = {(size, 0, 0)}
+        if schedule != "unified":
+            shapes |= {(0, size, width) for width in verify_widths(stride, adapt=adapt)}
+        if schedule != "lockstep":
+            # A batch that one graph serves may be larger than that graph's slots over k+1, by rounding.
+            shapes.add((size, min(size, -(-size // (stride + 1)) + 1), stride + 1))
         for nd, nv, width in shapes:
             # Nothing is selected where nothing was drafted.
             ways = {False} if width <= 1 else {True, score_every == 1}
@@ -122,16 +123,17 @@ class MicroStepGraphs:
             (before - torch.cuda.mem_get_info()[0]) / 2**30,
         )
 
-    def measure(self, keys: Sequence[GraphKey] = ()) -> dict[int, list[tuple[int, float]]]:
-        """Microseconds of micro-steps over empty slots: {width of a verify slot or 0: [(slots, us)]}.
+    def measure(self, keys: Sequence[GraphKey] = ()) -> dict[int | str, list[tuple[int, float]]]:
+        """Microseconds of micro-steps over empty slots, as `StepCosts.graphs`.
 
         Args:
             keys: what to time where nothing was captured.
         """
-        times: dict[int, list[tuple[int, float]]] = {}
+        times: dict[int | str, list[tuple[int, float]]] = {}
         for key in self._graphs or keys:
             if key.scored or key.width <= 1:
-                times.setdefault(key.width, []).append((key.nd or key.nv, self._time(key)))
+                kind = "mixed" if key.nd and key.nv else key.width
+                times.setdefault(kind, []).append((key.nd or key.nv, self._time(key)))
         self.rounds.reset()
         return times
 

@@ -58,6 +58,11 @@ class RoundPlan:
         """Drafts of a request that is there for the whole round; 0: plain decoding."""
         return len(self.micro_steps) - 1
 
+    @property
+    def unified(self) -> bool:
+        """Whether requests verify in different micro-steps."""
+        return sum(bool(step.verifies) for step in self.micro_steps) > 1
+
 
 @dataclass
 class _Cycle:
@@ -71,7 +76,7 @@ class RoundPlanner:
 
     Args:
         stride: k, drafts between two verifications, at least 1.
-        schedule: "lockstep" (all offsets k) or "unified" (least-loaded offset).
+        schedule: "lockstep" (all offsets k), "unified" (least-loaded offset), or "auto": either.
 
     Every rank of a tensor-parallel group calls it with the same requests in the same order, so all
     decide alike.
@@ -80,26 +85,32 @@ class RoundPlanner:
     def __init__(self, stride: int, schedule: str) -> None:
         if stride < 1:
             raise ValueError(f"stride is {stride}; at least 1 draft a round is needed.")
-        if schedule not in ("lockstep", "unified"):
-            raise ValueError(f"schedule is {schedule!r}; allowed: lockstep, unified.")
+        if schedule not in ("lockstep", "unified", "auto"):
+            raise ValueError(f"schedule is {schedule!r}; allowed: lockstep, unified, auto.")
         self.stride = stride
         self.schedule = schedule
         self._cycles: dict[int, _Cycle] = {}
 
-    def plan_round(self, requests: Sequence[RequestKey], drafts: int | None = None) -> RoundPlan:
+    def plan_round(
+        self, requests: Sequence[RequestKey], drafts: int | None = None, *, unified: bool | None = None
+    ) -> RoundPlan:
         """Plan the next round of `requests` (batch order) and advance their cycles.
 
         Args:
-            drafts: of this round, 0 to k; k by default. Only lockstep can do with fewer: its requests start
-                every round with nothing left to verify.
+            drafts: of this round, 0 to k; k by default. A unified round always has k.
+            unified: with schedule "auto", whether this round is unified. Nothing is drained for a change:
+                what unified rounds leave half drafted is verified, with what is drafted until then, by the
+                lockstep round that follows.
         """
         if drafts is None:
             drafts = self.stride
-        most, least = self.stride, 0 if self.schedule == "lockstep" else self.stride
-        if not least <= drafts <= most:
-            raise ValueError(f"a {self.schedule} round of stride {self.stride} cannot make {drafts} drafts.")
-        cycles = self._cycles_of(requests)
-        if self.schedule == "lockstep":
+        if unified is None or self.schedule != "auto":
+            unified = self.schedule == "unified"
+        if not (self.stride if unified else 0) <= drafts <= self.stride:
+            kind = "unified" if unified else "lockstep"
+            raise ValueError(f"a {kind} round of stride {self.stride} cannot make {drafts} drafts.")
+        cycles = self._cycles_of(requests, unified=unified)
+        if not unified:
             for cycle in cycles:
                 cycle.offset = drafts
         return RoundPlan(tuple(self._micro_step(at, cycles) for at in range(drafts + 1)))
@@ -108,7 +119,7 @@ class RoundPlanner:
         """Drop all cycles: the KV cache was flushed."""
         self._cycles.clear()
 
-    def _cycles_of(self, requests: Sequence[RequestKey]) -> list[_Cycle]:
+    def _cycles_of(self, requests: Sequence[RequestKey], *, unified: bool) -> list[_Cycle]:
         load = [0] * (self.stride + 1)
         known: list[_Cycle | None] = []
         for key in requests:
@@ -119,16 +130,16 @@ class RoundPlanner:
         cycles = []
         for key, cycle in zip(requests, known, strict=True):
             if cycle is None:
-                cycle = _Cycle(key.generation, self._offset(load), drafted=0)
+                cycle = _Cycle(key.generation, self._offset(load, unified=unified), drafted=0)
                 load[cycle.offset] += 1
                 self._cycles[key.pool] = cycle
             cycles.append(cycle)
-        if self.schedule == "unified":
+        if unified:
             _rebalance(cycles, load)
         return cycles
 
-    def _offset(self, load: Sequence[int]) -> int:
-        if self.schedule == "lockstep":
+    def _offset(self, load: Sequence[int], *, unified: bool) -> int:
+        if not unified:
             return self.stride
         # The later of equally loaded offsets: a new request then drafts more before it first verifies.
         return min(range(self.stride, -1, -1), key=lambda offset: load[offset])
@@ -173,7 +184,6 @@ def kv_reserve(stride: int, schedule: str) -> int:
     """KV slots a request needs beyond what the scheduler knows to be committed.
 
     The scheduler's count lags one round (k+1 tokens) behind the device under overlap. From there,
-    lockstep writes
-    at most k+1 positions; unified commits up to k+1 and then drafts up to k more.
+    lockstep writes at most k+1 positions; unified commits up to k+1 and then drafts up to k more.
     """
     return 2 * stride + 2 if schedule == "lockstep" else 3 * stride + 2

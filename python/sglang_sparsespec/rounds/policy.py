@@ -7,12 +7,11 @@ Every rank of a tensor-parallel group must be given the same costs and outcomes,
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from sglang_sparsespec.rounds.costs import StepCosts, round_us
+from sglang_sparsespec.rounds.costs import Load, StepCosts
 
 # What the acceptance of a draft is taken for before any was seen, and how many drafts that weighs.
 PRIOR, PRIOR_WEIGHT = 0.8, 16.0
@@ -35,12 +34,13 @@ REASONS = (
 class Choice:
     drafts: int
     reason: str  # of REASONS
+    unified: bool | None = None  # None: as configured
 
 
 class RoundPolicy(Protocol):
     """Chooses each round's drafts, and hears of outcomes in the order of the choices."""
 
-    def choose(self, lengths: Sequence[int], budgets: Sequence[int]) -> Choice: ...
+    def choose(self, load: Load) -> Choice: ...
 
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None: ...
 
@@ -51,7 +51,7 @@ class FixedPolicy:
     def __init__(self, stride: int) -> None:
         self._choice = Choice(stride, "fixed")
 
-    def choose(self, lengths: Sequence[int], budgets: Sequence[int]) -> Choice:
+    def choose(self, load: Load) -> Choice:
         return self._choice
 
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
@@ -86,58 +86,62 @@ class Acceptance:
 
 
 class AdaptivePolicy:
-    """The number of drafts with most tokens a second by the costs and by recent acceptance.
+    """The round with most tokens a second by the costs and by recent acceptance.
 
     Args:
-        stride: k, the most.
-        costs: of micro-steps; shared with whoever corrects them.
+        stride: k, the most drafts.
+        costs: of micro-steps; shared with whoever corrects them. Unified rounds are considered where they
+            were measured.
     """
 
     def __init__(self, stride: int, costs: StepCosts) -> None:
         self.costs = costs
         self.acceptance = Acceptance(stride)
-        self._drafts = [width - 1 for width in costs.widths]  # 0 is plain decoding
-        if self._drafts[0] != 0 or len(self._drafts) < 2:
-            raise ValueError(f"verify widths {costs.widths}: plain decoding and one more are needed.")
-        self._now = Choice(self._drafts[-1], "faster")
+        widths = costs.widths
+        if widths[:1] != [1] or len(widths) < 2:
+            raise ValueError(f"verify widths {widths}: plain decoding and one more are needed.")
+        self._ways = [
+            (width - 1, False) for width in widths
+        ]  # (drafts, unified); (0, False) is plain decoding
+        if costs.knows_unified:
+            self._ways.append((stride, True))
+        self._now = Choice(widths[-1] - 1, "faster", False)
         self._since = DWELL  # rounds since the last change
         self._plain = 0  # plain steps since the last draft
-        self.chosen: Counter[tuple[int, str]] = Counter()
 
-    def choose(self, lengths: Sequence[int], budgets: Sequence[int]) -> Choice:
-        """The next round's drafts for requests of these contexts and budgets."""
+    def choose(self, load: Load) -> Choice:
+        """The next round for requests of this load."""
         self._since += 1
-        best = self._best(lengths, budgets)
-        if best.drafts != self._now.drafts:
-            margin = MARGIN if best.drafts else 1.0
-            if self._since > DWELL and self._gain(best.drafts, lengths, budgets) > margin:
-                self._now, self._since = best, 0
-        else:
+        best = self._best(load)
+        if (best.drafts, best.unified) == (self._now.drafts, self._now.unified):
             self._now = best
-        choice = self._now
-        self._plain = 0 if choice.drafts else self._plain + 1
-        if self._plain > PROBE_EVERY and choice.reason == "acceptance":
-            choice, self._plain = Choice(self._drafts[1], "probe"), 0
-        self.chosen[choice.drafts, choice.reason] += 1
-        return choice
+        elif self._since > DWELL:
+            margin = MARGIN if best.drafts else 1.0
+            if self._speed(best, load) > margin * self._speed(self._now, load):
+                self._now, self._since = best, 0
+        self._plain = 0 if self._now.drafts else self._plain + 1
+        if self._plain > PROBE_EVERY and self._now.reason == "acceptance":
+            self._plain = 0
+            return Choice(self._ways[1][0], "probe", False)
+        return self._now
 
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         self.acceptance.observe(drafted, accepted)
 
-    def _best(self, lengths: Sequence[int], budgets: Sequence[int]) -> Choice:
-        speeds = {n: self._speed(n, lengths, budgets) for n in self._drafts}
-        best = max(speeds, key=lambda n: speeds[n])
-        if best:
-            return Choice(best, "faster")
-        hopeless = all(
-            (n + 1) / round_us(self.costs, lengths, budgets, n) < PROMISE * speeds[0]
-            for n in self._drafts[1:]
-        )
-        return Choice(0, "load" if hopeless else "acceptance")
+    def _best(self, load: Load) -> Choice:
+        choices = [Choice(drafts, "faster", unified) for drafts, unified in self._ways]
+        best = max(choices, key=lambda choice: self._speed(choice, load))
+        if best.drafts:
+            return best
+        plain = 1 / self.costs.round_us(load, 0)
+        hopeless = all((c.drafts + 1) / self._us(c, load) < PROMISE * plain for c in choices[1:])
+        return Choice(0, "load" if hopeless else "acceptance", False)
 
-    def _speed(self, drafts: int, lengths: Sequence[int], budgets: Sequence[int]) -> float:
+    def _us(self, choice: Choice, load: Load) -> float:
+        if choice.unified:
+            return self.costs.unified_us(load, choice.drafts)
+        return self.costs.round_us(load, choice.drafts)
+
+    def _speed(self, choice: Choice, load: Load) -> float:
         """Tokens a microsecond of each request."""
-        return self.acceptance.tokens(drafts) / round_us(self.costs, lengths, budgets, drafts)
-
-    def _gain(self, drafts: int, lengths: Sequence[int], budgets: Sequence[int]) -> float:
-        return self._speed(drafts, lengths, budgets) / self._speed(self._now.drafts, lengths, budgets)
+        return self.acceptance.tokens(choice.drafts) / self._us(choice, load)

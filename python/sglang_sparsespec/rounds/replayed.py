@@ -17,6 +17,15 @@ from sglang_sparsespec.sampling.filters import SamplingRows
 from sglang_sparsespec.sampling.tail import accept_verified, store_drafts
 
 
+def _kind(step: MicroStep, plan: RoundPlan) -> str:
+    """One of `costs.KINDS`."""
+    if not step.verifies:
+        return "draft"
+    if step.drafts:
+        return "mixed"
+    return "verify" if plan.drafts else "plain"
+
+
 class ReplayedRounds:
     """Runs rounds on a device-planned attention.
 
@@ -73,8 +82,7 @@ class ReplayedRounds:
         self.rounds.upload(plan, keys, greedy=rows.all_greedy)
         before = self.graphs.eager_micro_steps
         for at, step in enumerate(plan.micro_steps):
-            kind = "draft" if not step.verifies else "verify" if plan.drafts else "plain"
-            with self._timer.phase(kind):
+            with self._timer.phase(_kind(step, plan)):
                 device_step, logits = self.graphs.run(step, scored=scored)
             if not rows.all_greedy:
                 self._settle(at, step, device_step, logits, rows)
