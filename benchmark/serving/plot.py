@@ -44,7 +44,14 @@ DIGITS = {
     "step_ms": ".2f",
     "kv_usage": ".0%",
 }
-MARKS = {"sparsespec": "o-", "ngram": "s--", "plain": "^:"}
+MARKS = {
+    "sparsespec": "o-",
+    "ngram": "s--",
+    "naive": "v:",
+    "unified": "^-.",
+    "delayed": "D--",
+    "adaptive": "*-",
+}
 
 
 def rows_of(runs: Sequence[dict[str, Any]], kind: str = "cells") -> list[dict[str, Any]]:
@@ -122,7 +129,7 @@ def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
     contexts = sorted({row["context"] for row in rows})
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     for at, context in enumerate(contexts):
-        for algorithm in ("sparsespec", "ngram"):
+        for algorithm in MARKS:
             # Later runs replace earlier ones of the same cell.
             points = {r["concurrency"]: r["speedup"] for r in rows
                       if r["context"] == context and r["algorithm"] == algorithm}  # fmt: skip

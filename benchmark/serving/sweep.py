@@ -6,6 +6,11 @@ concurrency.
     python sweep.py --model-path DIR --out sweep.json --context --prompts ../reasoner/prompts-12k.jsonl
     python plot.py sweep.json --png sweep.png
 
+    python sweep.py --model-path DIR --out ablation.json --algorithms plain,naive,unified,delayed,adaptive
+
+The last one is the paper's ablation: lockstep rounds without overlap scheduling, unified ones, unified ones
+with overlap (delayed verification), and rounds chosen by measured times.
+
 A cell is N requests whose prompts are exactly L tokens (see traces.py), temperature 0, M new tokens each. The
 clock runs from when the last request is past its prefill to when the first one ends, so it sees N requests
 decode and nothing else. A cell of more tokens than the KV pool holds is reported as "does not fit". A larger

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 from collections.abc import Sequence
@@ -10,9 +11,17 @@ from pathlib import Path
 
 import traces
 from sglang_sparsespec._client import load_problems
-from sglang_sparsespec.config import CONFIG_ENV, resolve_config
+from sglang_sparsespec.config import CONFIG_ENV, parse_config_text, resolve_config
 
-ALGORITHMS = ("plain", "sparsespec", "ngram")
+# The paper's ablation (SparseSpec, arXiv 2512.01278) and, on top of it, rounds chosen by measured times:
+# SPARSESPEC with these keys over --sparsespec-config, and with these flags.
+ABLATION: dict[str, tuple[dict[str, str], list[str]]] = {
+    "naive": ({"schedule": "lockstep", "adapt": "off"}, ["--disable-overlap-schedule"]),
+    "unified": ({"schedule": "unified", "adapt": "off"}, ["--disable-overlap-schedule"]),
+    "delayed": ({"schedule": "unified", "adapt": "off"}, []),
+    "adaptive": ({"schedule": "auto", "adapt": "on"}, []),
+}
+ALGORITHMS = ("plain", "sparsespec", "ngram", *ABLATION)
 RESERVED = (
     "--model-path",
     "--model",
@@ -36,7 +45,11 @@ def parse_args(argv: Sequence[str] | None = None, description: str | None = None
     add = parser.add_argument
     add("--model-path", "--model", required=True, help="model folder or name, the same for all servers")
     add("--out", type=Path, required=True, help="JSON file; an existing one gets one more run")
-    add("--algorithms", default="plain,sparsespec,ngram", help="which, in this order (default: all three)")
+    add(
+        "--algorithms",
+        default="plain,sparsespec,ngram",
+        help=f"which, in this order, of {', '.join(ALGORITHMS)} (default plain,sparsespec,ngram)",
+    )
     add("--context", type=_positive, nargs="*", default=[8192], help="L, tokens of a prompt; empty: no cells")
     add("--concurrency", type=_positive, nargs="+", default=[1, 16, 48], help="N, requests of a cell")
     add("--max-new-tokens", type=_positive, default=256, help="M, tokens measured at most (default 256)")
@@ -57,7 +70,7 @@ def parse_args(argv: Sequence[str] | None = None, description: str | None = None
     add(
         "--sparsespec-config",
         metavar="JSON",
-        help="of the SPARSESPEC server: JSON or the path of a JSON file",
+        help="of the SPARSESPEC servers: JSON or the path of a JSON file",
     )
     add("--ngram-flags", default="", help="more flags of the NGRAM server (default: SGLang's own defaults)")
     add("--start-timeout", type=_positive, default=900, help="seconds until a server must be ready")
@@ -82,9 +95,18 @@ def check_args(args: argparse.Namespace) -> argparse.Namespace:
     if not args.context and args.prompts is None:
         raise UsageError("nothing to measure: give --context, --prompts, or both.")
     args.problems = load_problems(args.prompts) if args.prompts else []
-    environ = {**os.environ, CONFIG_ENV: args.sparsespec_config} if args.sparsespec_config else None
-    resolve_config(environ=environ)
+    for algorithm in args.algorithms:
+        text = sparsespec_config(algorithm, args)
+        resolve_config(environ={**os.environ, CONFIG_ENV: text} if text else None)
     return args
+
+
+def sparsespec_config(algorithm: str, args: argparse.Namespace) -> str | None:
+    """The JSON, or the path of it, that a SPARSESPEC server is given; None for none."""
+    if algorithm in ABLATION:
+        given = parse_config_text(args.sparsespec_config or "", source="--sparsespec-config")
+        return json.dumps({**given, **ABLATION[algorithm][0]})
+    return args.sparsespec_config if algorithm == "sparsespec" else None
 
 
 def _positive(text: str) -> int:
@@ -109,9 +131,11 @@ def server_flags(algorithm: str, args: argparse.Namespace, device: str) -> list[
     if device == "cpu":
         defaults["--dtype"] = "float32"
     flags += [part for flag, value in defaults.items() if flag not in given for part in (flag, value)]
-    if algorithm == "sparsespec":
+    if algorithm == "sparsespec" or algorithm in ABLATION:
+        config = sparsespec_config(algorithm, args)
         flags += ["--speculative-algorithm", "SPARSESPEC"]
-        flags += ["--sparsespec-config", args.sparsespec_config] if args.sparsespec_config else []
+        flags += ["--sparsespec-config", config] if config else []
+        flags += ABLATION[algorithm][1] if algorithm in ABLATION else []
     elif algorithm == "ngram":
         flags += ["--speculative-algorithm", "NGRAM", *args.ngram_flags]
     return flags

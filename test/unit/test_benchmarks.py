@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 from sglang_sparsespec._server import ServerError
+from sglang_sparsespec.config import ConfigError
 
 BENCHMARK = Path(__file__).parents[2] / "benchmark"
 MODEL = Path(__file__).parents[2] / "python/sglang_sparsespec/assets/reasoner-5m"
@@ -332,6 +333,30 @@ def test_servers_differ_in_nothing_but_the_speculation(load: Any) -> None:
     assert flags("plain", args, "cpu")[-2:] == ["--dtype", "float32"]
 
 
+def test_the_ablation_turns_on_one_thing_after_the_other(load: Any) -> None:
+    args = arguments(
+        load, "--sparsespec-config", '{"stride": 5}', "--algorithms", "naive,unified,delayed,adaptive"
+    )
+    flags = load("sweep_options").server_flags
+    found = []
+    for algorithm in args.algorithms:
+        given = flags(algorithm, args, "cuda")
+        config = json.loads(given[given.index("--sparsespec-config") + 1])
+        assert config["stride"] == 5
+        found.append((config["schedule"], "--disable-overlap-schedule" in given, config["adapt"]))
+    assert found == [
+        ("lockstep", True, "off"),
+        ("unified", True, "off"),
+        ("unified", False, "off"),
+        ("auto", False, "on"),
+    ]
+
+
+def test_a_configuration_that_an_ablation_cannot_have_is_refused_before_a_server_starts(load: Any) -> None:
+    with pytest.raises(ConfigError, match="draft_weights is 'int8'"):
+        arguments(load, "--sparsespec-config", '{"draft_weights": "int8"}', "--algorithms", "plain,delayed")
+
+
 @pytest.mark.parametrize(
     ("options", "named"),
     [
@@ -344,6 +369,34 @@ def test_servers_differ_in_nothing_but_the_speculation(load: Any) -> None:
 def test_options_that_cannot_be_used_are_named(load: Any, options: list[str], named: str) -> None:
     with pytest.raises(load("sweep_options").UsageError, match=named):
         arguments(load, *options)
+
+
+# -- a load that swings
+
+
+def test_periods_of_few_and_of_many_are_told_apart(load: Any) -> None:
+    swing = load("swing")
+    plain = swing.figures([100, 1000, 120, 1100], 5.0)
+    assert (plain["tokens_per_s"], plain["few"], plain["many"]) == (116.0, 22.0, 210.0)
+    drafts = swing.figures([50, 2000, 60, 2200], 5.0)
+    both = swing.figures([100, 1900, 115, 2100], 5.0)
+    assert swing.share_of_the_better(both, [plain, drafts]) == pytest.approx(
+        (21.5 + 400) / (22 + 420), abs=1e-4
+    )
+    assert swing.share_of_the_better(both, []) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--few", "9", "--many", "9"], "few < many"),
+        (["--seconds", "3"], "two periods"),
+        (["--period", "0"], "above 0"),
+    ],
+)
+def test_a_swing_that_cannot_be_is_refused(load: Any, options: list[str], named: str) -> None:
+    with pytest.raises(load("sweep_options").UsageError, match=named):
+        load("swing").parse_args(["--model-path", str(MODEL), "--out", "x.json", *options])
 
 
 # -- results files, tables, plots
