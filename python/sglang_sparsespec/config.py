@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,11 @@ class SparseSpecConfig:
     def budget(self, length: int) -> int:
         """Tokens a draft row keeps of a context of `length` tokens, sinks and recent ones included."""
         return min(length, max(self.min_tokens, -(-length * self.ratio_ppm // 1_000_000)) + self.kept)
+
+    def budgets(self, lengths: Sequence[int]) -> list[int]:
+        """`budget` of each."""
+        ppm, least, kept = self.ratio_ppm, self.min_tokens, self.kept
+        return [min(n, max(least, -(-n * ppm // 1_000_000)) + kept) for n in lengths]
 
     @property
     def kept(self) -> int:

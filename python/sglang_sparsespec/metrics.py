@@ -10,6 +10,20 @@ from typing import Any
 
 import torch
 
+from sglang_sparsespec.rounds.policy import above
+
+
+def seconds_of(work: Callable[[], Any], device: torch.device | str) -> float:
+    """Wall time of `work`, what it launches on the device included. Waits for the device before and after."""
+    cuda = torch.device(device).type == "cuda"
+    if cuda:
+        torch.cuda.synchronize()
+    began = time.perf_counter()
+    work()
+    if cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
 
 class PhaseTimer:
     """Time of named phases. On a GPU by event pairs, which are read only once they have passed.
@@ -121,10 +135,10 @@ class AcceptanceMetrics:
         self.verifications += len(accepted)
         self.budget_tokens += sum(budgets)
         self.budget_rows += len(budgets)
-        for made, kept in zip(drafted, accepted, strict=True):
-            for position in range(made):
-                self.drafted[position] += 1
-                self.accepted[position] += position < kept
+        for position, count in enumerate(above(drafted, len(self.drafted))):
+            self.drafted[position] += count
+        for position, count in enumerate(above(accepted, len(self.accepted))):
+            self.accepted[position] += count
         if self._prometheus is not None:
             self._prometheus.observe(drafted, accepted, budgets)
         return drafted

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from sglang_sparsespec.attention.backend import SparseSpecAttentionBackend
 from sglang_sparsespec.attention.paged import PagedAttention
 from sglang_sparsespec.config import ConfigError, SparseSpecConfig, resolve_config
 from sglang_sparsespec.draft_weights import DraftWeights
-from sglang_sparsespec.metrics import AcceptanceMetrics, PhaseTimer
+from sglang_sparsespec.metrics import AcceptanceMetrics, PhaseTimer, seconds_of
 from sglang_sparsespec.refusals import unsupported_layer
 from sglang_sparsespec.rounds.batch import MicroStepBatch
 from sglang_sparsespec.rounds.costs import ATTENTION_SHARE, KINDS, Load, StepCosts
@@ -232,18 +231,8 @@ class SparseSpecWorker(BaseSpecWorker):
         pool = self.model_runner.token_to_kv_pool
         keys = pool.get_key_buffer(pool.start_layer).view(torch.uint8).view(torch.int32)
         keys = keys[: max(1, (128 << 20) // keys[0].nbytes)]
-        best = min(self._seconds(keys.sum) for _ in range(4))
+        best = min(seconds_of(keys.sum, self.device) for _ in range(4))
         return 2 * pool.layer_num * keys[0].nbytes / keys.nbytes * best * 1e6 / ATTENTION_SHARE
-
-    def _seconds(self, work: Callable[[], Any]) -> float:
-        cuda = torch.device(self.device).type == "cuda"
-        if cuda:
-            torch.cuda.synchronize()
-        began = time.perf_counter()
-        work()
-        if cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter() - began
 
     def _learn(self, kind: str, seconds: float, note: tuple[Load, int] | None) -> None:
         if note is not None and isinstance(self.policy, AdaptivePolicy) and kind in KINDS:
@@ -329,7 +318,7 @@ class SparseSpecWorker(BaseSpecWorker):
     def _round(self, batch: Any) -> GenerationBatchResult:
         keys = self._keys(batch)
         lengths = self.rounds.lengths(batch)
-        budgets = [self.config.budget(n) for n in lengths]
+        budgets = self.config.budgets(lengths)
         load = Load.of(lengths, budgets)
         choice = self.policy.choose(load)
         plan = self.planner.plan_round(keys, choice.drafts, unified=choice.unified)

@@ -314,3 +314,9 @@ def test_adapting_and_unified_exclude_each_other():
     with refused("schedule is 'auto'", "adapt is 'off'", "Use adapt 'on'"):
         resolve({"schedule": "auto"})
     assert resolve({"adapt": "on", "schedule": "auto"}).schedule == "auto"
+
+
+def test_budgets_of_many_are_those_of_each():
+    config = SparseSpecConfig(budget_ratio=0.037, min_tokens=90, sink=3, recent=5)
+    lengths = [0, 1, 89, 98, 99, 2431, 2432, 16_384, 131_072]
+    assert config.budgets(lengths) == [config.budget(n) for n in lengths]

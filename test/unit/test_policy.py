@@ -13,6 +13,7 @@ from sglang_sparsespec.rounds.policy import (
     AdaptivePolicy,
     Choice,
     FixedPolicy,
+    above,
 )
 
 # An H200 with a model of the 8B shape, in microseconds: drafts and plain steps read 16 GB of weights.
@@ -137,6 +138,13 @@ def test_requests_of_fewer_drafts_tell_of_these_alone():
         seen.observe([2, 1], [2, 1])
     assert seen.tokens(2) == pytest.approx(3, rel=0.01)
     assert seen.tokens(3) == pytest.approx(3 + PRIOR, rel=0.02)
+
+
+def test_values_above_each_position_are_counted():
+    rng = random.Random(4)
+    for _ in range(50):
+        values = [rng.randint(0, 7) for _ in range(rng.randint(0, 20))]
+        assert above(values, 7) == [sum(value > position for value in values) for position in range(7)]
 
 
 # --- choices ---

@@ -115,11 +115,12 @@ class DeviceRounds:
         flat = np.zeros(self.flat_table.numel(), dtype=np.int32)
         flat[1] = greedy
         table = flat[HEADER:].reshape(self.queries, 2, self.slots, FIELDS)
+        pools = np.array([key.pool for key in keys], dtype=np.int32)
         for at, step in enumerate(plan.micro_steps):
-            for kind in (0, 1):
-                rows = step.verifies if kind else step.drafts
-                if rows:
-                    table[at, kind, : len(rows)] = [(keys[r.row].pool, r.drafted, r.row) for r in rows]
+            for kind, rows in enumerate(step.tables):
+                if len(rows):
+                    table[at, kind, : len(rows), 0] = pools[rows[:, 1]]
+                    table[at, kind, : len(rows), 1:] = rows
         host = torch.from_numpy(flat)
         if self.flat_table.is_cuda:
             # The pinned block goes back to torch's host allocator, which waits for this copy.

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from sglang_sparsespec import compat
+from sglang_sparsespec.metrics import seconds_of
 from sglang_sparsespec.rounds.device import DeviceRounds, DeviceStep
 from sglang_sparsespec.rounds.planner import MicroStep
 
@@ -139,17 +140,11 @@ class MicroStepGraphs:
 
     def _time(self, key: GraphKey) -> float:
         run = self._graphs[key][0].replay if key in self._graphs else partial(self._run, self._step(key))
-        cuda = self.rounds.header.is_cuda
         best = float("inf")
         for _ in range(TIMED_RUNS):
+            # Empty slots, and a micro-step counter that stays inside the table.
             self.rounds.flat_table.zero_()
-            if cuda:
-                torch.cuda.synchronize()
-            began = time.perf_counter()
-            run()
-            if cuda:
-                torch.cuda.synchronize()
-            best = min(best, time.perf_counter() - began)
+            best = min(best, seconds_of(run, self.rounds.header.device))
         return 1e6 * best
 
     def run(self, step: MicroStep, *, scored: bool) -> tuple[DeviceStep, torch.Tensor]:

@@ -15,6 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property, lru_cache
+
+import numpy as np
 
 
 @dataclass(frozen=True)
@@ -41,10 +44,23 @@ class VerifyRow:
     drafted: int
 
 
+# A round has hundreds of rows, the same ones again and again; making them anew takes most of the time of a plan.
+_draft_row, _verify_row = cache(DraftRow), cache(VerifyRow)
+
+
 @dataclass(frozen=True)
 class MicroStep:
     drafts: tuple[DraftRow, ...]
     verifies: tuple[VerifyRow, ...]
+
+    @cached_property
+    def tables(self) -> tuple[np.ndarray, np.ndarray]:
+        """Drafts and verifications as [n, 2] int32: drafts made so far, row."""
+        return _table(self.drafts), _table(self.verifies)
+
+
+def _table(rows: Sequence[DraftRow | VerifyRow]) -> np.ndarray:
+    return np.array([(row.drafted, row.row) for row in rows], dtype=np.int32).reshape(-1, 2)
 
 
 @dataclass(frozen=True)
@@ -111,8 +127,12 @@ class RoundPlanner:
             raise ValueError(f"a {kind} round of stride {self.stride} cannot make {drafts} drafts.")
         cycles = self._cycles_of(requests, unified=unified)
         if not unified:
+            waiting = False
             for cycle in cycles:
                 cycle.offset = drafts
+                waiting |= cycle.drafted > 0
+            if not waiting:  # and nothing will be
+                return _lockstep(len(cycles), drafts)
         return RoundPlan(tuple(self._micro_step(at, cycles) for at in range(drafts + 1)))
 
     def forget(self) -> None:
@@ -148,12 +168,20 @@ class RoundPlanner:
         drafts, verifies = [], []
         for row, cycle in enumerate(cycles):
             if at == cycle.offset:
-                verifies.append(VerifyRow(row, cycle.drafted))
+                verifies.append(_verify_row(row, cycle.drafted))
                 cycle.drafted = 0
             elif cycle.drafted < self.stride:
-                drafts.append(DraftRow(row, cycle.drafted))
+                drafts.append(_draft_row(row, cycle.drafted))
                 cycle.drafted += 1
         return MicroStep(tuple(drafts), tuple(verifies))
+
+
+@lru_cache(maxsize=1024)
+def _lockstep(requests: int, drafts: int) -> RoundPlan:
+    """The plan of requests that have nothing to verify when the round starts."""
+    rows = range(requests)
+    drafting = (MicroStep(tuple(_draft_row(row, at) for row in rows), ()) for at in range(drafts))
+    return RoundPlan((*drafting, MicroStep((), tuple(_verify_row(row, drafts) for row in rows))))
 
 
 def _rebalance(cycles: Sequence[_Cycle], load: list[int]) -> None:

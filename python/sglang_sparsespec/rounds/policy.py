@@ -58,6 +58,18 @@ class FixedPolicy:
         """Nothing is learnt."""
 
 
+def above(values: Sequence[int], count: int) -> list[int]:
+    """How many values exceed 0, 1, ... count - 1; none is above `count`."""
+    found = [0] * (count + 1)
+    for value in values:
+        found[value] += 1
+    total, sums = 0, []
+    for value in range(count, 0, -1):
+        total += found[value]
+        sums.append(total)
+    return sums[::-1]
+
+
 class Acceptance:
     """How likely draft i is accepted where all before it were, from recent rounds."""
 
@@ -67,11 +79,11 @@ class Acceptance:
 
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """A round's outcome: drafts made and drafts accepted of each request."""
-        if not any(drafted):
-            return
-        for position in range(len(self._reached)):
-            reached = sum(made > position <= kept for made, kept in zip(drafted, accepted, strict=True))
-            kept = sum(n > position for n in accepted)
+        # A draft was reached if it was made and all before it were accepted.
+        last = [min(made - 1, kept) + 1 for made, kept in zip(drafted, accepted, strict=True)]
+        stride = len(self._reached)
+        counts = zip(above(last, stride), above(accepted, stride), strict=True)
+        for position, (reached, kept) in enumerate(counts):
             if reached:
                 self._reached[position] = MEMORY * self._reached[position] + reached
                 self._kept[position] = MEMORY * self._kept[position] + kept
