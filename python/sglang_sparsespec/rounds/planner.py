@@ -44,7 +44,7 @@ class VerifyRow:
     drafted: int
 
 
-# A round has hundreds of rows, the same ones again and again; making them anew takes most of the time of a plan.
+# A round has hundreds of rows, the same ones again and again; making them anew takes most of a plan's time.
 _draft_row, _verify_row = cache(DraftRow), cache(VerifyRow)
 
 
