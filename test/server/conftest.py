@@ -110,7 +110,7 @@ def prompts():
     return {"reasoner": encode_prompts(PROBLEMS, str(REASONER)), "qwen3": drawn, "llama": drawn}
 
 
-TOKENS = {"reasoner": 1300, "qwen3": 64, "llama": 64}
+TOKENS = {"reasoner": 1300, "qwen3": 40, "llama": 40}
 
 
 @pytest.fixture(scope="session")
