@@ -143,7 +143,7 @@ def test_requests_of_fewer_drafts_tell_of_these_alone():
 def test_values_above_each_position_are_counted():
     rng = random.Random(4)
     for _ in range(50):
-        values = [rng.randint(0, 7) for _ in range(rng.randint(0, 20))]
+        values = [rng.randint(-1, 9) for _ in range(rng.randint(0, 20))]
         assert above(values, 7) == [sum(value > position for value in values) for position in range(7)]
 
 

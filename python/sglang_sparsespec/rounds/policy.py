@@ -59,10 +59,10 @@ class FixedPolicy:
 
 
 def above(values: Sequence[int], count: int) -> list[int]:
-    """How many values exceed 0, 1, ... count - 1; none is above `count`."""
+    """How many values exceed 0, 1, ... count - 1."""
     found = [0] * (count + 1)
     for value in values:
-        found[value] += 1
+        found[min(max(value, 0), count)] += 1
     total, sums = 0, []
     for value in range(count, 0, -1):
         total += found[value]
