@@ -68,7 +68,6 @@ class SparseSpecWorker(BaseSpecWorker):
         self._generator = torch.Generator(device=self.device).manual_seed(self._seed)
         self.graph_batch_sizes: list[int] = []
         self.policy: RoundPolicy = FixedPolicy(self.config.stride)
-        self.adapts = False
         # Before the KV pool is sized, so that it leaves them their memory.
         self.draft_weights = self._make_draft_weights()
 
@@ -181,7 +180,7 @@ class SparseSpecWorker(BaseSpecWorker):
         self, device_rounds: DeviceRounds | None, req_to_token: torch.Tensor
     ) -> EagerRounds | ReplayedRounds:
         if device_rounds is None:
-            if self.config.adapt == "on":
+            if self.adapts:
                 raise ConfigError(
                     f"SPARSESPEC: adapt is 'on', but attention {self.attention_name!r} plans its rounds on "
                     "the host, where all have k drafts. Use attention 'fused', 'fa3', 'triton' or "
@@ -192,11 +191,15 @@ class SparseSpecWorker(BaseSpecWorker):
 
         sizes = {min(size, device_rounds.slots) for size in compat.graph_batch_sizes()}
         graphs = bool(sizes) and device_rounds.header.is_cuda
-        self.adapts = self.config.adapt == "on"
         keys, self.graph_batch_sizes = self._plan_keys(sorted(sizes) if graphs else [])
         return ReplayedRounds(
             self.config, device_rounds, self._forward_device, self._generator, self.timer, keys=keys
         )
+
+    @property
+    def adapts(self) -> bool:
+        """Whether rounds choose how many drafts they make."""
+        return self.config.adapt == "on"
 
     def _plan_keys(self, sizes: list[int]) -> tuple[list[GraphKey], list[int]]:
         from sglang_sparsespec.rounds.graphs import plan_keys
@@ -253,7 +256,7 @@ class SparseSpecWorker(BaseSpecWorker):
             "plain_step_us": round(self.timer.mean_us("plain"), 1),
             "mixed_micro_step_us": round(self.timer.mean_us("mixed"), 1),
             "key_ns": self.policy.costs.describe() if isinstance(self.policy, AdaptivePolicy) else {},
-            "adapts": isinstance(self.policy, AdaptivePolicy),
+            "adapts": self.adapts,
             "eager_micro_steps": self.rounds.eager_micro_steps,
             "cuda_graph_batch_sizes": self.graph_batch_sizes,
             **self.metrics.snapshot(),
