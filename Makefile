@@ -135,7 +135,7 @@ test-server: venv
 
 test-gpu: venv
 	@'$(PY)' -m pytest test/gpu $(PYTEST_FLAGS)
-	'$(PY)' -m pytest -c sgl-kernel-ext/pyproject.toml sgl-kernel-ext/tests sgl-kernel-ext/csrc/test $(PYTEST_FLAGS)
+	$(MAKE) test-kernels
 
 lint: venv
 	@'$(PY)' -m ruff check $(SOURCES)

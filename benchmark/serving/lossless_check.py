@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from cell import flush, get_load
+from cell import flush, get_info, get_load
 from sglang_sparsespec._client import Outcome, answer_all, encode_prompts, load_problems
 from sglang_sparsespec._server import ServerProcess
 
@@ -84,11 +84,6 @@ async def storm(url: str, prompts: list[list[int]], count: int, new_tokens: int)
     return ended
 
 
-async def server_info(url: str) -> dict[str, Any]:
-    async with aiohttp.ClientSession() as session, session.get(f"{url}/server_info") as reply:
-        return (await reply.json())["internal_states"][0]
-
-
 async def load(url: str) -> dict[str, Any]:
     async with aiohttp.ClientSession() as session:
         return await get_load(session, url)
@@ -136,7 +131,7 @@ def run(
             "tokens_per_s": round(sum(o.tokens for o in outcomes) / seconds, 1),
         }
         if config is not None:
-            state = asyncio.run(server_info(server.url))
+            state = asyncio.run(get_info(server.url))["internal_states"][0]
             result["avg_spec_accept_length"] = state.get("avg_spec_accept_length")
             result["sparsespec"] = state["sparsespec"]
             result["storm"] = asyncio.run(storm(server.url, prompts, args.storm, args.storm_tokens))

@@ -43,13 +43,8 @@ def parse_args(argv: Sequence[str] | None = None, description: str | None = None
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--model-path", "--model", required=True, help="model folder or name, the same for all servers")
+    add_server_options(parser, algorithms="plain,sparsespec,ngram")
     add("--out", type=Path, required=True, help="JSON file; an existing one gets one more run")
-    add(
-        "--algorithms",
-        default="plain,sparsespec,ngram",
-        help=f"which, in this order, of {', '.join(ALGORITHMS)} (default plain,sparsespec,ngram)",
-    )
     add("--context", type=_positive, nargs="*", default=[8192], help="L, tokens of a prompt; empty: no cells")
     add("--concurrency", type=_positive, nargs="+", default=[1, 16, 48], help="N, requests of a cell")
     add("--max-new-tokens", type=_positive, default=256, help="M, tokens measured at most (default 256)")
@@ -60,12 +55,28 @@ def parse_args(argv: Sequence[str] | None = None, description: str | None = None
         help="tokens decoded before the clock starts, within L (default 0)",
     )
     add("--traces", type=Path, help="JSON file that keeps the prompts; made when missing")
-    add(
-        "--seed", type=int, default=1, help="of the prompts and, as --random-seed, of the servers (default 1)"
-    )
     add("--prompts", type=Path, help="also answer this prompts file from start to end")
     add("--concurrency-run", type=_positive, default=34, help="problems answered at a time (default 34)")
     add("--max-answer-tokens", type=_positive, default=16384, help="longest answer (default 16384)")
+    add("--start-timeout", type=_positive, default=900, help="seconds until a server must be ready")
+    add("--cell-timeout", type=_positive, default=300, help="seconds for one cell, prefill included")
+    add("--run-timeout", type=_positive, default=900, help="seconds for one run of the prompts file")
+    add("--time-limit", type=_positive, default=7200, help="seconds after which nothing new is started")
+    return check_args(parser.parse_args(argv))
+
+
+def add_server_options(parser: argparse.ArgumentParser, *, algorithms: str) -> None:
+    """The options that `check_args` and `server_flags` read of every tool. `algorithms`: the default ones."""
+    add = parser.add_argument
+    add("--model-path", "--model", required=True, help="model folder or name, the same for all servers")
+    add(
+        "--algorithms",
+        default=algorithms,
+        help=f"which, in this order, of {', '.join(ALGORITHMS)} (default {algorithms})",
+    )
+    add(
+        "--seed", type=int, default=1, help="of the prompts and, as --random-seed, of the servers (default 1)"
+    )
     add("--server-flags", default="", help="more of every server: --server-flags='--tp-size 2'")
     add(
         "--sparsespec-config",
@@ -73,11 +84,6 @@ def parse_args(argv: Sequence[str] | None = None, description: str | None = None
         help="of the SPARSESPEC servers: JSON or the path of a JSON file",
     )
     add("--ngram-flags", default="", help="more flags of the NGRAM server (default: SGLang's own defaults)")
-    add("--start-timeout", type=_positive, default=900, help="seconds until a server must be ready")
-    add("--cell-timeout", type=_positive, default=300, help="seconds for one cell, prefill included")
-    add("--run-timeout", type=_positive, default=900, help="seconds for one run of the prompts file")
-    add("--time-limit", type=_positive, default=7200, help="seconds after which nothing new is started")
-    return check_args(parser.parse_args(argv))
 
 
 def check_args(args: argparse.Namespace) -> argparse.Namespace:

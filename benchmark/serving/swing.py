@@ -30,7 +30,7 @@ from sglang_sparsespec._client import parse_event
 from sglang_sparsespec._server import ServerError, ServerProcess
 from sglang_sparsespec.config import ConfigError
 from sglang_sparsespec.demo import find_device
-from sweep_options import ALGORITHMS, UsageError, check_args, server_env, server_flags
+from sweep_options import UsageError, add_server_options, check_args, server_env, server_flags
 
 NEW_TOKENS = 4096  # of a request; whoever finishes starts again
 
@@ -117,19 +117,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    add_server_options(parser, algorithms="plain,sparsespec,adaptive")
     add = parser.add_argument
-    add("--model-path", "--model", required=True)
     add("--out", type=Path, required=True, help="JSON file")
-    add("--algorithms", default="plain,sparsespec,adaptive", help=f"of {', '.join(ALGORITHMS)}")
     add("--context", type=int, default=8192, help="tokens of a prompt")
     add("--few", type=int, default=2, help="requests that decode all the time")
     add("--many", type=int, default=48, help="requests in every second period")
     add("--period", type=float, default=5.0, help="seconds")
     add("--seconds", type=float, default=120.0, help="of a server's run")
-    add("--seed", type=int, default=1)
-    add("--server-flags", default="")
-    add("--sparsespec-config", metavar="JSON")
-    add("--ngram-flags", default="")
     args = parser.parse_args(argv)
     if not 0 < args.few < args.many:
         raise UsageError(f"--few is {args.few} and --many is {args.many}: give 0 < few < many.")

@@ -261,12 +261,6 @@ def same_on_all_ranks(value: Any) -> Any:
     return get_parallel().tp_group.broadcast_object(value, src=0)
 
 
-def tensor_parallel_size() -> int:
-    from sglang.srt.runtime_context import get_parallel
-
-    return int(get_parallel().tp_size)
-
-
 def graph_batch_sizes() -> list[int]:
     """Batch sizes that decode graphs are wanted for, in the scheduler process."""
     from sglang.srt.runtime_context import get_exec

@@ -107,10 +107,10 @@ class SparseSpecConfig:
 
     def budget(self, length: int) -> int:
         """Tokens a draft row keeps of a context of `length` tokens, sinks and recent ones included."""
-        return min(length, max(self.min_tokens, -(-length * self.ratio_ppm // 1_000_000)) + self.kept)
+        return self.budgets([length])[0]
 
     def budgets(self, lengths: Sequence[int]) -> list[int]:
-        """`budget` of each."""
+        """`budget` of each; a round asks for hundreds."""
         ppm, least, kept = self.ratio_ppm, self.min_tokens, self.kept
         return [min(n, max(least, -(-n * ppm // 1_000_000)) + kept) for n in lengths]
 

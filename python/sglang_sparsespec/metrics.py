@@ -207,8 +207,7 @@ class _Prometheus:
         self._verifications.labels(**self._labels).inc(len(accepted))
         if budgets:
             self._budget.labels(**self._labels).set(sum(budgets) / len(budgets))
-        for position in range(self._stride):
-            made = sum(n > position for n in drafted)
-            kept = sum(n > position for n in accepted)
+        counts = zip(above(drafted, self._stride), above(accepted, self._stride), strict=True)
+        for position, (made, kept) in enumerate(counts):
             self._drafted.labels(**self._labels, position=str(position)).inc(made)
             self._accepted.labels(**self._labels, position=str(position)).inc(kept)

@@ -220,7 +220,7 @@ class SparseSpecWorker(BaseSpecWorker):
             times = self.rounds.graphs.measure(self._plan_keys([1, slots])[0])
             costs = StepCosts(*compat.same_on_all_ranks((times, self._key_us())))
             self.policy = AdaptivePolicy(self.config.stride, costs)
-            if compat.tensor_parallel_size() == 1:
+            if get_parallel().tp_size == 1:
                 # Ranks that learnt from their own clocks would part.
                 self.timer.listener = self._learn
             logger.info(
