@@ -86,6 +86,18 @@ def test_schedules_may_change_from_round_to_round(attention):
     assert found == {pool: plain.plain(pool, len(tokens)) for pool, tokens in found.items()}
 
 
+def test_a_micro_step_in_which_nobody_has_anything_to_do_runs_nothing():
+    config = dataclasses.replace(BASE, schedule="auto", adapt="on")
+    toy = Toy(config, TorchPagedAttention())
+    # Offsets 4, 3, 2, 1, 0: the last request has four drafts waiting afterwards.
+    found = toy.run([1, 2, 3, 4, 5], unified=True)[4]
+    before = toy.rounds.eager_micro_steps
+    found += toy.run([5], drafts=4, unified=False)[0]
+    assert toy.rounds.eager_micro_steps == before + 1, "the verification alone"
+    found += toy.run([5], drafts=4, unified=False)[0]
+    assert found == Toy(config, TorchPagedAttention()).plain(5, len(found))
+
+
 def test_unified_micro_steps_always_have_a_graph():
     for count in (1, 5, 8, 9, 10, 17, 31, 32):
         keys, _ = plan_keys([1, 2, 4, 8, 16, 32], stride=8, schedule="unified", score_every=1)
