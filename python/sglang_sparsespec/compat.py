@@ -360,6 +360,18 @@ def wrap_linear(layer: Any, apply: Callable[[Callable[..., Any], Any, Any], Any]
     method.apply = instead
 
 
+def multiply_fp8(x: Any, weight: Any, row_scales: Any, scales: Any, *, dtype: Any, bias: Any = None) -> Any:
+    """x [T, K] times weight [N, K], both float8_e4m3fn, with scales [T, 1] and [N]: [T, N] of `dtype`."""
+    import torch
+
+    if not len(x):
+        return torch.empty(0, len(weight), dtype=dtype, device=x.device)
+    from sgl_kernel import fp8_scaled_mm
+
+    # The kernel wants the weight by columns, which is how it lies.
+    return fp8_scaled_mm(x, weight.t(), row_scales, scales.view(-1, 1), dtype, bias)
+
+
 def marlin_source() -> str:
     """SGLang's Marlin GEMM, left with what drafts need: symmetric codes of 4 and 8 bits, groups of 128.
 

@@ -73,7 +73,7 @@ class SparseSpecConfig:
     draft_weights: str = _key(
         "model",
         "weights that drafts read: the model's own, or quantised copies beside them (lossless all the same)",
-        choices=("model", "int8", "int4"),
+        choices=("model", "fp8", "int8", "int4", "int4+fp8"),
     )
     score_layer_stride: int = _key(
         1, "adjacent layers that share a selection; one in so many is scored", low=1, high=64

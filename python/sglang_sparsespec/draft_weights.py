@@ -1,34 +1,58 @@
 """Quantised copies of the model's linear layers, which drafts read instead of the weights themselves.
 
-At few requests, and at short contexts, a draft costs what its weights cost to read. Drafts may be wrong, so
-they may read 8 or 4 bits a weight where the verification reads 16. The output stays the model's own: every
-token still comes from a verification with the full weights, which also overwrites the KV that drafts left
-behind. (The idea: QSpec, arXiv 2410.11305; QuantSpec, arXiv 2502.10424, quantises the KV cache as well.)
+Most of a draft's time goes into reading its weights. Drafts may be wrong, so they may read 8 or 4 bits a
+weight where the verification reads 16. The output stays the model's own: every token still comes from a
+verification with the full weights, which also overwrites the KV that drafts left behind. (The idea: QSpec,
+arXiv 2410.11305; QuantSpec, arXiv 2502.10424, quantises the KV cache as well.)
 
-Codes are symmetric, with a scale for each output and GROUP inputs. On CUDA the product is SGLang's Marlin
-kernel; elsewhere a slow reference multiplies by the dequantised weights.
+Integer codes are symmetric, with a scale for each output and GROUP inputs, and multiply activations as they
+are (SGLang's Marlin kernel). 8-bit floating point has a scale for each output and another for each row of
+activations, which are rounded too (SGLang's CUTLASS kernel). Where there is no CUDA device, slow references
+do the same sums.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from sglang_sparsespec import compat
 
-GROUP = 128  # inputs that share a scale
-BITS = {"int8": 8, "int4": 4}
+GROUP = 128  # inputs that share a scale of integer codes
 # Smaller layers (a router, say) save nothing worth an error.
 SMALLEST_ON_CUDA = 1 << 20
 # Marlin loses to the 16-bit product where more rows are multiplied than its tiles were made for. Measured on
 # an H200, 8B shape, int4: a round of 24 requests takes 0.90 of its time, one of 48 0.99, one of 96 1.26.
-MOST_ROWS = 32
+MARLIN_ROWS = 32
+# Up to here 4 bits beat 8-bit floating point (the products of a layer of that shape: 61 against 68 us).
+INT4_ROWS = 16
+ANY_ROWS = 1 << 30
+FP8_LARGEST = torch.finfo(torch.float8_e4m3fn).max
 # A scale below the one that holds the largest weight clips it, and rounds all others finer.
 SHRINKS = {8: (1.0,), 4: (1.0, 0.95, 0.9, 0.85, 0.8)}
 SAMPLE = 4096  # elements of a weight that are compared to see whether it was changed
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A format, and the most draft rows that it serves."""
+
+    format: str  # int8, int4 or fp8
+    rows: int
+
+
+# What `draft_weights` may be. Drafts of more rows than the last tier has read the model's own weights.
+TIERS = {
+    "int8": (Tier("int8", MARLIN_ROWS),),
+    "int4": (Tier("int4", MARLIN_ROWS),),
+    "fp8": (Tier("fp8", ANY_ROWS),),
+    "int4+fp8": (Tier("int4", INT4_ROWS), Tier("fp8", ANY_ROWS)),
+}
+BITS = {"int8": 8, "int4": 4}
 
 
 class DraftWeightsError(RuntimeError):
@@ -70,6 +94,13 @@ def dequantise(codes: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Te
     """The weights that codes stand for, [N, K] of the scales' dtype."""
     values = codes.float() - (1 << (bits - 1))
     return (values.view(*scales.shape, GROUP) * scales.float()[..., None]).view(codes.shape).to(scales.dtype)
+
+
+def quantise_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes [N, K] float8_e4m3fn and scales [N] float32 of a weight [N, K]: one scale for each output."""
+    scales = weight.float().abs().amax(dim=1).clamp_min(1e-12) / FP8_LARGEST
+    codes = (weight.float() / scales[:, None]).clamp(-FP8_LARGEST, FP8_LARGEST)
+    return codes.to(torch.float8_e4m3fn), scales
 
 
 class DraftLinear(Protocol):
@@ -125,37 +156,122 @@ class MarlinLinear:
         return out.view(*x.shape[:-1], self._outputs)
 
 
+class ReferenceFp8Linear:
+    """Weights and activations rounded to 8-bit floating point, on any device; it saves nothing."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight = torch.empty_like(weight)
+        self.nbytes = weight.nbytes
+        self.load(weight)
+
+    def load(self, weight: torch.Tensor) -> None:
+        codes, scales = quantise_fp8(weight)
+        self._weight.copy_(codes.float() * scales[:, None])
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        codes, scales = quantise_fp8(flat)
+        rounded = (codes.float() * scales[:, None]).to(x.dtype).view(x.shape)
+        return torch.nn.functional.linear(rounded, self._weight, bias)
+
+
+class Fp8Linear:
+    """SGLang's product of 8-bit floating point: a scale for each row and each output, sums in float32."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._codes, self._scales = quantise_fp8(weight)
+        self.nbytes = self._codes.nbytes + self._scales.nbytes
+
+    def load(self, weight: torch.Tensor) -> None:
+        # In place: captured graphs hold the addresses.
+        codes, scales = quantise_fp8(weight)
+        self._codes.copy_(codes)
+        self._scales.copy_(scales)
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        from sgl_kernel_ext.row_quant import quantise_rows
+
+        codes, scales = quantise_rows(x.reshape(-1, x.shape[-1]).contiguous())
+        out = compat.multiply_fp8(codes, self._codes, scales, self._scales, dtype=x.dtype, bias=bias)
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+
+class Quantiser:
+    """Makes quantised copies of weights for one kind of `draft_weights`, and loads the kernels they need."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._marlin: compat.Marlin | None = None
+
+    def fits(self, weight: torch.Tensor) -> bool:
+        """Whether there is a kernel for this shape and type of weight, and it is worth having."""
+        outputs, inputs = weight.shape
+        if outputs % 64 or inputs % GROUP or inputs < 2 * GROUP:
+            return False
+        half = weight.dtype in (torch.bfloat16, torch.float16)
+        return not weight.is_cuda or (half and weight.numel() >= SMALLEST_ON_CUDA)
+
+    def copy(self, weight: torch.Tensor, form: str) -> DraftLinear:
+        """A copy of `weight` in a format of `Tier`. Raises DraftWeightsError where its kernel is missing."""
+        if form == "fp8":
+            if not weight.is_cuda:
+                return ReferenceFp8Linear(weight)
+            self._check_fp8(torch.cuda.get_device_capability(weight.device))
+            return Fp8Linear(weight)
+        if not weight.is_cuda:
+            return ReferenceLinear(weight, BITS[form])
+        self._marlin = self._marlin or self._load_marlin(weight)
+        return MarlinLinear(weight, BITS[form], self._marlin)
+
+    def _check_fp8(self, capability: tuple[int, int]) -> None:
+        if capability < (8, 9):
+            raise DraftWeightsError(
+                f"draft_weights is {self.kind!r}, but this GPU (compute capability {capability[0]}."
+                f"{capability[1]}) has no products of 8-bit floating point, which begin with 8.9 (Ada, "
+                'Hopper). Use "int4", "int8" or "model".'
+            )
+
+    def _load_marlin(self, weight: torch.Tensor) -> compat.Marlin:
+        try:
+            return compat.Marlin(weight.device, weight.dtype)
+        except Exception as error:  # a compiler's, a linker's or an import's: none of them is ours to list
+            raise DraftWeightsError(
+                f"draft_weights is {self.kind!r}, but SGLang's Marlin kernel cannot be built here: {error}. "
+                'It needs the CUDA toolkit (nvcc) and ninja. Install them, or set draft_weights to "fp8" or '
+                '"model".'
+            ) from error
+
+
+@dataclass
+class _Layer:
+    module: torch.nn.Module
+    copies: list[DraftLinear]  # one for each tier
+    sample: torch.Tensor
+
+
 class DraftWeights:
     """Quantised copies of a loaded model's linear layers, in use inside `active()` and only there.
 
     Args:
         model: the served model. Layers whose weights are quantised already, are small, or have a shape that
-            the kernel lacks keep their own weights.
-        kind: "int8" or "int4".
+            the kernels lack keep their own weights.
+        kind: of TIERS.
 
     Raises:
-        DraftWeightsError: the kernel cannot be built here, or the model has no layer to quantise.
+        DraftWeightsError: a kernel cannot be had here, or the model has no layer to quantise.
     """
 
     def __init__(self, model: torch.nn.Module, kind: str) -> None:
-        self.kind, self.bits = kind, BITS[kind]
-        self._active = False
-        self._layers: list[tuple[torch.nn.Module, DraftLinear, torch.Tensor]] = []
-        kernel: compat.Marlin | None = None
-        for layer in compat.plain_linears(model):
-            weight = layer.weight.data
-            if weight.shape[0] % 64 or weight.shape[1] % GROUP or weight.shape[1] < 2 * GROUP:
-                continue
-            linear: DraftLinear
-            if weight.is_cuda:
-                if weight.numel() < SMALLEST_ON_CUDA or weight.dtype not in (torch.bfloat16, torch.float16):
-                    continue
-                kernel = kernel or self._load_kernel(weight)
-                linear = MarlinLinear(weight, self.bits, kernel)
-            else:
-                linear = ReferenceLinear(weight, self.bits)
-            self._layers.append((layer, linear, _sample(weight)))
-            compat.wrap_linear(layer, self._instead_of(linear))
+        self.kind, self.tiers = kind, TIERS[kind]
+        self._active: int | None = None  # the tier in use
+        self._layers: list[_Layer] = []
+        quantiser = Quantiser(kind)
+        for module in compat.plain_linears(model):
+            weight = module.weight.data
+            if quantiser.fits(weight):
+                copies = [quantiser.copy(weight, tier.format) for tier in self.tiers]
+                self._layers.append(_Layer(module, copies, _sample(weight)))
+                compat.wrap_linear(module, self._instead_of(copies))
         if not self._layers:
             raise DraftWeightsError(
                 f"draft_weights is {kind!r}, but this model has no linear layer to quantise: all are "
@@ -163,24 +279,15 @@ class DraftWeights:
                 '"model".'
             )
 
-    def _load_kernel(self, weight: torch.Tensor) -> compat.Marlin:
-        try:
-            return compat.Marlin(weight.device, weight.dtype)
-        except Exception as error:  # a compiler's, a linker's or an import's: none of them is ours to list
-            raise DraftWeightsError(
-                f"draft_weights is {self.kind!r}, but SGLang's Marlin kernel cannot be built here: {error}. "
-                'It needs the CUDA toolkit (nvcc) and ninja. Install them, or set draft_weights to "model".'
-            ) from error
-
-    def _instead_of(self, linear: DraftLinear) -> Any:
+    def _instead_of(self, copies: list[DraftLinear]) -> Any:
         def apply(own: Any, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            return linear(x, bias) if self._active else own(x, bias)
+            return own(x, bias) if self._active is None else copies[self._active](x, bias)
 
         return apply
 
     @property
     def nbytes(self) -> int:
-        return sum(linear.nbytes for _, linear, _ in self._layers)
+        return sum(copy.nbytes for layer in self._layers for copy in layer.copies)
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -188,23 +295,22 @@ class DraftWeights:
     @contextlib.contextmanager
     def active(self, *, rows: int) -> Iterator[None]:
         """Run the model on the copies, where that pays for so many draft rows; what is captured stays so."""
-        if rows > MOST_ROWS:
-            yield
-            return
-        self._active = True
+        self._active = next((at for at, tier in enumerate(self.tiers) if rows <= tier.rows), None)
         try:
             yield
         finally:
-            self._active = False
+            self._active = None
 
     def refresh(self) -> int:
         """Quantise anew the layers whose weights were changed since (RL updates). Returns how many were."""
         changed = 0
-        for at, (layer, linear, sample) in enumerate(self._layers):
-            now = _sample(layer.weight.data)
-            if not torch.equal(now, sample):
-                linear.load(layer.weight.data)
-                self._layers[at] = (layer, linear, now)
+        for layer in self._layers:
+            weight = layer.module.weight.data
+            now = _sample(weight)
+            if not torch.equal(now, layer.sample):
+                for copy in layer.copies:
+                    copy.load(weight)
+                layer.sample = now
                 changed += 1
         return changed
 

@@ -40,6 +40,7 @@ class PhaseTimer:
         self._timed: dict[str, int] = {}
         self._seconds: dict[str, float] = {}
         self._pending: deque[tuple[str, Any, Any, Any]] = deque()
+        self._lap: Any = None  # when the last lap ended
         self.note: Any = None  # handed to the listener with the phases that begin from now on
         self.listener: Callable[[str, float, Any], None] | None = None  # (phase, seconds, note)
 
@@ -60,6 +61,24 @@ class PhaseTimer:
             yield
             end.record()
             self._pending.append((name, begin, end, self.note))
+
+    def lap(self, name: str) -> None:
+        """A lap ends here, which began at the end of the lap before it."""
+        now: Any = time.perf_counter()
+        if self._cuda:
+            now = torch.cuda.Event(enable_timing=True)
+            now.record()
+        before, self._lap = self._lap, now
+        if before is None:
+            return
+        if self._cuda:
+            self._pending.append((name, before, now, self.note))
+        else:
+            self._add(name, now - before, self.note)
+
+    def break_laps(self) -> None:
+        """Something else comes between the last lap and the next one."""
+        self._lap = None
 
     def _add(self, name: str, seconds: float, note: Any) -> None:
         self._timed[name] = self._timed.get(name, 0) + 1

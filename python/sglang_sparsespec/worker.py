@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,8 +25,9 @@ from sglang_sparsespec.draft_weights import DraftWeights
 from sglang_sparsespec.metrics import AcceptanceMetrics, PhaseTimer, seconds_of
 from sglang_sparsespec.refusals import unsupported_layer
 from sglang_sparsespec.rounds.batch import MicroStepBatch
-from sglang_sparsespec.rounds.costs import ATTENTION_SHARE, KINDS, Load, StepCosts
+from sglang_sparsespec.rounds.costs import ATTENTION_SHARE, Load, StepCosts
 from sglang_sparsespec.rounds.eager import EagerRounds
+from sglang_sparsespec.rounds.learning import ROUND, CostLearner, Timed
 from sglang_sparsespec.rounds.planner import RequestKey, RoundPlan, RoundPlanner, kv_reserve
 from sglang_sparsespec.rounds.policy import AdaptivePolicy, FixedPolicy, RoundPolicy
 from sglang_sparsespec.rounds.state import RequestState
@@ -62,12 +64,14 @@ class SparseSpecWorker(BaseSpecWorker):
         if server_args.enable_metrics and get_parallel().tp_rank == 0:
             name = server_args.served_model_name or server_args.model_path
             self.metrics.enable_prometheus({"model_name": name})
-        self.timer = PhaseTimer(self.device)
+        # Rounds that adapt learn from what they time.
+        self.timer = PhaseTimer(self.device, sample=8 if self.adapts else 64)
         # Every tensor-parallel rank draws the same numbers: same seed, same calls in the same order.
         self._seed = int(server_args.random_seed or 0)
         self._generator = torch.Generator(device=self.device).manual_seed(self._seed)
         self.graph_batch_sizes: list[int] = []
         self.policy: RoundPolicy = FixedPolicy(self.config.stride)
+        self.learner: CostLearner | None = None  # where rounds adapt
         # Before the KV pool is sized, so that it leaves them their memory.
         self.draft_weights = self._make_draft_weights()
 
@@ -220,9 +224,9 @@ class SparseSpecWorker(BaseSpecWorker):
             times = self.rounds.graphs.measure(self._plan_keys([1, slots])[0])
             costs = StepCosts(*compat.same_on_all_ranks((times, self._key_us())))
             self.policy = AdaptivePolicy(self.config.stride, costs)
-            if get_parallel().tp_size == 1:
-                # Ranks that learnt from their own clocks would part.
-                self.timer.listener = self._learn
+            share = compat.same_on_all_ranks if get_parallel().tp_size > 1 else None
+            self.learner = CostLearner(costs, share)
+            self.timer.listener = self.learner.heard
             logger.info(
                 "SPARSESPEC adapts its drafts: a draft of one request takes %.0f us, a plain step %.0f us",
                 costs.draft_us(1, 0),
@@ -230,17 +234,14 @@ class SparseSpecWorker(BaseSpecWorker):
             )
 
     def _key_us(self) -> float:
-        """Microseconds to read a key and a value of all layers, from a plain sum over part of the KV pool."""
+        """Microseconds to read a key and a value of all layers, from a copy of part of the KV pool."""
         pool = self.model_runner.token_to_kv_pool
-        keys = pool.get_key_buffer(pool.start_layer).view(torch.uint8).view(torch.int32)
+        keys = pool.get_key_buffer(pool.start_layer)
         keys = keys[: max(1, (128 << 20) // keys[0].nbytes)]
-        best = min(seconds_of(keys.sum, self.device) for _ in range(4))
-        return 2 * pool.layer_num * keys[0].nbytes / keys.nbytes * best * 1e6 / ATTENTION_SHARE
-
-    def _learn(self, kind: str, seconds: float, note: tuple[Load, int] | None) -> None:
-        if note is not None and isinstance(self.policy, AdaptivePolicy) and kind in KINDS:
-            load, drafts = note
-            self.policy.costs.correct(kind, load, drafts, 1e6 * seconds)
+        into = torch.empty_like(keys)
+        best = min(seconds_of(partial(into.copy_, keys), self.device) for _ in range(4))
+        # The copy reads keys and writes as much.
+        return 2 * pool.layer_num * keys[0].nbytes / (2 * keys.nbytes) * best * 1e6 / ATTENTION_SHARE
 
     def describe(self) -> dict[str, Any]:
         """What `/server_info` shows under `sparsespec`."""
@@ -255,7 +256,8 @@ class SparseSpecWorker(BaseSpecWorker):
             "verify_micro_step_us": round(self.timer.mean_us("verify"), 1),
             "plain_step_us": round(self.timer.mean_us("plain"), 1),
             "mixed_micro_step_us": round(self.timer.mean_us("mixed"), 1),
-            "key_ns": self.policy.costs.describe() if isinstance(self.policy, AdaptivePolicy) else {},
+            "round_us": round(self.timer.mean_us(ROUND), 1),
+            "key_ns": self.learner.costs.describe() if self.learner else {},
             "adapts": self.adapts,
             "eager_micro_steps": self.rounds.eager_micro_steps,
             "cuda_graph_batch_sizes": self.graph_batch_sizes,
@@ -303,6 +305,7 @@ class SparseSpecWorker(BaseSpecWorker):
         return result
 
     def _prefill(self, batch: Any) -> GenerationBatchResult:
+        self.timer.break_laps()
         result = self._target_worker.forward_batch_generation(batch)
         tokens = result.next_token_ids.reshape(-1)
         self.state.begin(batch.req_pool_indices.long(), tokens)
@@ -323,13 +326,17 @@ class SparseSpecWorker(BaseSpecWorker):
         lengths = self.rounds.lengths(batch)
         budgets = self.config.budgets(lengths)
         load = Load.of(lengths, budgets)
+        if self.learner is not None:
+            self.learner.next_round()
         choice = self.policy.choose(load)
         plan = self.planner.plan_round(keys, choice.drafts, unified=choice.unified)
         self.metrics.chose(choice.drafts, choice.reason, unified=plan.unified)
         self._note_launch(plan, budgets)
         self.timer.collect()
-        self.timer.note = (load, choice.drafts)
+        unified = plan.unified if choice.unified is None else choice.unified
+        self.timer.note = Timed(load, choice.drafts, unified)
         outcome = self.rounds.run(batch, keys, plan)
+        self.timer.lap(ROUND)
         self.metrics.eager(self.rounds.eager_micro_steps)
         return GenerationBatchResult(
             next_token_ids=outcome.tokens.reshape(-1),

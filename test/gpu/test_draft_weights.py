@@ -1,9 +1,9 @@
-"""Quantised products of drafts: SGLang's Marlin kernel against the dequantised weights, on a GPU."""
+"""Quantised products of drafts: SGLang's kernels against the dequantised weights, on a GPU."""
 
 import pytest
 import torch
 from sglang_sparsespec import compat
-from sglang_sparsespec.draft_weights import BITS, MarlinLinear, ReferenceLinear
+from sglang_sparsespec.draft_weights import BITS, Fp8Linear, MarlinLinear, ReferenceFp8Linear, ReferenceLinear
 
 pytestmark = pytest.mark.gpu
 
@@ -15,10 +15,11 @@ def kernel():
     return compat.Marlin(torch.device("cuda"), torch.bfloat16)
 
 
+SHAPES = [(6144, 4096), (4096, 4096), (4096, 12288), (64, 256), (1536, 896)]
+
+
 @pytest.mark.parametrize("kind", list(BITS))
-@pytest.mark.parametrize(
-    "shape", [(6144, 4096), (4096, 4096), (4096, 12288), (64, 256), (1536, 896)], ids=str
-)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("tokens", [1, 7, 48, 96, 300])
 def test_the_product_is_the_dequantised_weights(kernel, kind, shape, tokens):
     torch.manual_seed(0)
@@ -30,6 +31,25 @@ def test_the_product_is_the_dequantised_weights(kernel, kind, shape, tokens):
     slow._weight = ReferenceLinear(weight, BITS[kind])._weight.float()
     want = slow(x.float(), bias.float())
     torch.testing.assert_close(fast(x, bias).float(), want, atol=0.02 * want.std().item(), rtol=0.02)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("tokens", [0, 1, 7, 48, 96, 300])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_fp8_product_is_the_rounded_weights_by_the_rounded_rows(shape, tokens, dtype):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("no products of 8-bit floating point")
+    torch.manual_seed(0)
+    weight = torch.randn(shape, dtype=dtype, device="cuda") * 0.05
+    x = torch.randn(tokens, shape[1], dtype=dtype, device="cuda")
+    bias = torch.randn(shape[0], dtype=dtype, device="cuda")
+    fast, slow = Fp8Linear(weight), ReferenceFp8Linear(weight.float())
+    want = slow(x.float(), bias.float())
+    spread = want.std().item() if tokens else 0.0
+    torch.testing.assert_close(fast(x, bias).float(), want, atol=0.02 * spread, rtol=0.02)
+    assert torch.equal(fast(x[None], bias)[0], fast(x, bias))
 
 
 def test_new_weights_are_loaded_in_place(kernel):

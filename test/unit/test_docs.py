@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 from sglang_sparsespec import config, metrics, refusals, version
-from sglang_sparsespec.rounds.policy import FixedPolicy
 from sglang_sparsespec.worker import SparseSpecWorker
 
 ROOT = Path(__file__).parents[2]
@@ -112,7 +111,7 @@ def test_every_field_of_server_info_is_told():
     worker.config = config.SparseSpecConfig()
     worker.attention_name, worker.state_bytes, worker.graph_batch_sizes = "torch", 1, []
     worker.rounds, worker.draft_weights = SimpleNamespace(eager_micro_steps=0), None
-    worker.policy = FixedPolicy(2)
+    worker.learner = None
     worker.timer = metrics.PhaseTimer("cpu")
     worker.metrics = metrics.AcceptanceMetrics(2)
     told = table_rows(read("metrics.md").split("\n## The server")[1].split("\n## ")[0])[1:]

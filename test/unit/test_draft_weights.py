@@ -6,12 +6,17 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang_sparsespec import compat
 from sglang_sparsespec.config import ConfigError, SparseSpecConfig
 from sglang_sparsespec.draft_weights import (
+    BITS,
     GROUP,
-    MOST_ROWS,
+    INT4_ROWS,
+    MARLIN_ROWS,
+    TIERS,
     DraftWeights,
     DraftWeightsError,
+    Quantiser,
     dequantise,
     quantise,
+    quantise_fp8,
 )
 
 
@@ -61,7 +66,35 @@ def test_groups_of_zeros_and_of_one_large_weight_survive():
         assert back.isfinite().all()
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_fp8_codes_are_near_the_weights_and_keep_the_largest_of_each_output():
+    torch.manual_seed(1)
+    weight = torch.randn(64, 256) * torch.rand(64, 1)
+    weight[3] = 0
+    codes, scales = quantise_fp8(weight)
+    back = codes.float() * scales[:, None]
+    assert back.isfinite().all()
+    # 3 bits of mantissa: half a step is 1/16 at most, and 2^-10 of the largest below the smallest exponent.
+    peak = weight.abs().amax(dim=1, keepdim=True)
+    assert ((back - weight).abs() <= weight.abs() / 16 + peak / 448 / 1024 + 1e-12).all()
+    torch.testing.assert_close(back.abs().amax(dim=1), weight.abs().amax(dim=1))
+
+
+def drafted(layer, x, bias, form):
+    """The slow, obvious product of a draft."""
+    weight = layer.weight.data
+    if form != "fp8":
+        return torch.nn.functional.linear(x, dequantise(*quantise(weight, BITS[form]), BITS[form]), bias)
+    out = torch.empty(len(x), len(weight))
+    for row in range(len(x)):
+        scale = x[row].abs().max() / 448
+        rounded = (x[row] / scale).to(torch.float8_e4m3fn).float() * scale
+        for output in range(len(weight)):
+            step = weight[output].abs().max() / 448
+            out[row, output] = rounded @ ((weight[output] / step).to(torch.float8_e4m3fn).float() * step)
+    return out + bias
+
+
+@pytest.mark.parametrize("kind", list(TIERS))
 def test_copies_are_in_use_inside_active_only(model, kind):
     x, bias = torch.randn(3, 256), torch.randn(128)
     own = model[0](x, bias)
@@ -69,24 +102,35 @@ def test_copies_are_in_use_inside_active_only(model, kind):
     assert len(weights) == 2  # 40 outputs are no multiple of 64
     assert torch.equal(model[0](x, bias), own)
     with weights.active(rows=3):
-        drafted = model[0](x, bias)
-    codes = quantise(model[0].weight.data, weights.bits)
-    want = torch.nn.functional.linear(x, dequantise(*codes, weights.bits), bias)
-    assert torch.equal(drafted, want)
-    assert not torch.equal(drafted, own)
+        found = model[0](x, bias)
+    torch.testing.assert_close(found, drafted(model[0], x, bias, TIERS[kind][0].format))
+    assert not torch.equal(found, own)
     with pytest.raises(ZeroDivisionError), weights.active(rows=3):
         1 / 0  # noqa: B018
     assert torch.equal(model[0](x, bias), own)
 
 
-def test_many_rows_read_the_models_own_weights(model):
-    weights = DraftWeights(model, "int8")
-    x = torch.randn(MOST_ROWS + 1, 256)
-    own = model[0](x)
-    with weights.active(rows=MOST_ROWS + 1):
-        assert torch.equal(model[0](x), own)
-    with weights.active(rows=MOST_ROWS):
-        assert not torch.equal(model[0](x), own)
+@pytest.mark.parametrize(
+    ("kind", "rows", "form"),
+    [
+        ("int8", MARLIN_ROWS, "int8"),
+        ("int8", MARLIN_ROWS + 1, None),
+        ("int4", MARLIN_ROWS, "int4"),
+        ("int4", MARLIN_ROWS + 1, None),
+        ("fp8", 1, "fp8"),
+        ("fp8", 4096, "fp8"),
+        ("int4+fp8", INT4_ROWS, "int4"),
+        ("int4+fp8", INT4_ROWS + 1, "fp8"),
+    ],
+)
+def test_the_number_of_rows_decides_what_is_read(model, kind, rows, form):
+    weights = DraftWeights(model, kind)
+    x, bias = torch.randn(3, 256), torch.randn(128)
+    own = model[0](x, bias)
+    with weights.active(rows=rows):
+        found = model[0](x, bias)
+    want = drafted(model[0], x, bias, form) if form else own
+    torch.testing.assert_close(found, want)
 
 
 def test_changed_weights_are_quantised_anew(model):
@@ -106,15 +150,19 @@ def test_a_model_without_a_layer_to_quantise_is_refused(monkeypatch):
         DraftWeights(torch.nn.Sequential(Layer(40, 64)), "int4")
 
 
-def test_a_kernel_that_cannot_be_built_is_an_error_with_ways_out(model, monkeypatch):
-    weights = DraftWeights(model, "int8")
-
+def test_a_kernel_that_cannot_be_built_is_an_error_with_ways_out(monkeypatch):
     def fail(device, dtype):
         raise RuntimeError("no nvcc")
 
     monkeypatch.setattr(compat, "Marlin", fail)
     with pytest.raises(DraftWeightsError, match=r"no nvcc.*Install them, or set draft_weights"):
-        weights._load_kernel(model[0].weight)
+        Quantiser("int8")._load_marlin(torch.zeros(64, 256))
+
+
+def test_a_gpu_without_fp8_products_is_refused_by_name():
+    with pytest.raises(DraftWeightsError, match=r"'int4\+fp8', but this GPU \(compute capability 8\.0\)"):
+        Quantiser("int4+fp8")._check_fp8((8, 0))
+    Quantiser("fp8")._check_fp8((9, 0))
 
 
 def test_unified_shares_its_forwards_and_so_its_weights():

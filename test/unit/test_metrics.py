@@ -72,6 +72,21 @@ def test_phases_are_told_to_the_listener_with_the_note_they_began_with():
     assert heard == [("draft", True, "a"), ("verify", True, "b")]
 
 
+def test_a_lap_runs_from_the_end_of_the_one_before_unless_something_comes_between(monkeypatch):
+    ticks = iter([1.0, 3.0, 6.0, 50.0, 51.5])
+    monkeypatch.setattr("sglang_sparsespec.metrics.time.perf_counter", lambda: next(ticks))
+    timer, heard = PhaseTimer("cpu"), []
+    timer.listener = lambda name, seconds, note: heard.append((name, seconds, note))
+    for note in "abc":
+        timer.note = note
+        timer.lap("round")
+    timer.break_laps()
+    for note in "de":
+        timer.note = note
+        timer.lap("round")
+    assert heard == [("round", 2.0, "b"), ("round", 3.0, "c"), ("round", 1.5, "e")]
+
+
 def test_outcomes_belong_to_the_oldest_launch():
     """Under overlap the next round is launched before the outcome of this one is known."""
     metrics = AcceptanceMetrics(2)

@@ -1,22 +1,26 @@
 """What a micro-step costs: measured at start-up for every graph, and corrected by what rounds really take.
 
     time(micro-step) = time(its graph over empty slots) + keys read * time(a key)
+    time(round) = its micro-steps + what is left
 
 The first term holds weights, products and launches; the second the KV cache, which empty slots do not read,
 and selection. Drafts, verifications, plain steps and micro-steps of both kinds have a time of a key each: few
-verifications at a time, for one, do not fill a GPU.
+verifications at a time, for one, do not fill a GPU. What is left (the host, copies, what the first two terms
+get wrong at a size) is learnt from the time between the ends of rounds, for each kind and size of batch.
 """
 
 from __future__ import annotations
 
 import bisect
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 KINDS = ("draft", "verify", "plain", "mixed")
 # Attention kernels of decoding reach about this share of a plain sum's bandwidth; a start value only.
 ATTENTION_SHARE = 0.85
-SMOOTHING = 0.05  # weight of a new measurement
+SMOOTHING = 0.05  # weight of a new measurement, once there are many
 # Fewer keys than this cost less than the noise of a measurement.
 KEYS_WORTH_MEASURING = 4096
 
@@ -46,19 +50,19 @@ class StepCosts:
 
     graphs: Mapping[int | str, list[tuple[int, float]]]
     key_us: float
+    widths: list[int] = field(init=False)  # tokens of a verify slot that were measured, ascending
     _key_us: dict[str, float] = field(init=False)
+    _seen: Counter[str] = field(init=False, default_factory=Counter)
+    _rest_us: dict[tuple[str, int], float] = field(init=False, default_factory=dict)
+    _rest_seen: Counter[tuple[str, int]] = field(init=False, default_factory=Counter)
 
     def __post_init__(self) -> None:
         for kind, points in self.graphs.items():
             points.sort()
             if not points:
                 raise ValueError(f"no graph of width {kind} was measured.")
+        self.widths = sorted(kind for kind in self.graphs if isinstance(kind, int) and kind)
         self._key_us = dict.fromkeys(KINDS, self.key_us)
-
-    @property
-    def widths(self) -> list[int]:
-        """Tokens of a verify slot that were measured, ascending."""
-        return sorted(kind for kind in self.graphs if isinstance(kind, int) and kind)
 
     @property
     def knows_unified(self) -> bool:
@@ -75,15 +79,35 @@ class StepCosts:
 
     def round_us(self, load: Load, drafts: int) -> float:
         """A lockstep round of `drafts` drafts each; none: one plain decoding step."""
-        verify = self.verify_us(load.rows, drafts, load.keys)
-        return verify + drafts * self.draft_us(load.rows, load.selected) if drafts else verify
+        return self._lockstep_us(load, drafts) + self._rest(load.rows, drafts, unified=False)
+
+    def rounds_us(self, load: Load, stride: int) -> list[float]:
+        """`round_us` of 0, 1 ... `stride` drafts; looks each term up once."""
+        draft = self.draft_us(load.rows, load.selected)
+        times, start = [self.round_us(load, 0)], 1
+        rest = self._rest(load.rows, 1, unified=False)
+        for width in self.widths[1:]:
+            verify = self.verify_us(load.rows, width - 1, load.keys) + rest
+            times += [verify + drafts * draft for drafts in range(start, min(width, stride + 1))]
+            start = width
+        return times
 
     def unified_us(self, load: Load, stride: int) -> float:
         """A unified round of k = `stride` drafts: k+1 micro-steps that share the verifications."""
+        return self._unified_us(load, stride) + self._rest(load.rows, stride, unified=True)
+
+    def _lockstep_us(self, load: Load, drafts: int) -> float:
+        verify = self.verify_us(load.rows, drafts, load.keys)
+        return verify + drafts * self.draft_us(load.rows, load.selected) if drafts else verify
+
+    def _unified_us(self, load: Load, stride: int) -> float:
         selected = load.selected * stride * self._key_us["draft"]
         return (
             (stride + 1) * self._over_empty("mixed", load.rows) + load.keys * self._key_us["mixed"] + selected
         )
+
+    def _rest(self, rows: int, drafts: int, *, unified: bool) -> float:
+        return self._rest_us.get((_way(drafts, unified), rows.bit_length()), 0.0)
 
     def _width(self, drafts: int) -> int:
         return next((width for width in self.widths if width > drafts), self.widths[-1])
@@ -111,8 +135,35 @@ class StepCosts:
         seen = max(us - base, 0.0) / keys
         # Something else ran meanwhile (a prefill's tail, a compiler): no key takes so long.
         if seen < 5 * self.key_us:
-            self._key_us[kind] += SMOOTHING * (seen - self._key_us[kind])
+            self._key_us[kind] += _weight(self._seen, kind) * (seen - self._key_us[kind])
+
+    def correct_round(self, load: Load, drafts: int, us: float, *, unified: bool) -> None:
+        """Learn from a round that ended `us` after the one before it."""
+        modelled = self._unified_us(load, drafts) if unified else self._lockstep_us(load, drafts)
+        # Nobody asked for anything meanwhile, or something else ran: no round is so far off.
+        if us < 3 * modelled:
+            at = _way(drafts, unified), load.rows.bit_length()
+            known = self._rest_us.get(at, 0.0)
+            self._rest_us[at] = known + _weight(self._rest_seen, at) * (us - modelled - known)
+
+    def learnt(self) -> tuple[dict[str, float], dict[tuple[str, int], float]]:
+        """What measurements have changed, for `take`."""
+        return dict(self._key_us), dict(self._rest_us)
+
+    def take(self, learnt: tuple[dict[str, float], dict[tuple[str, int], float]]) -> None:
+        """Replace what was learnt by what another rank has learnt."""
+        self._key_us, self._rest_us = dict(learnt[0]), dict(learnt[1])
 
     def describe(self) -> dict[str, float]:
         """Nanoseconds of a key by kind, for `/server_info`."""
         return {kind: round(1e3 * us, 4) for kind, us in self._key_us.items()}
+
+
+def _way(drafts: int, unified: bool) -> str:
+    return "unified" if unified else "lockstep" if drafts else "plain"
+
+
+def _weight(seen: Counter[Any], at: Any) -> float:
+    """The weight of one more measurement: the first ones count for more."""
+    seen[at] += 1
+    return max(SMOOTHING, 1 / (1 + seen[at]))

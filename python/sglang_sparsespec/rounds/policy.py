@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from sglang_sparsespec.rounds.costs import Load, StepCosts
 
 # What the acceptance of a draft is taken for before any was seen, and how many drafts that weighs.
@@ -28,6 +30,9 @@ REASONS = (
     "acceptance",  # plain: too few drafts are accepted
     "probe",  # a round of drafts, to see
 )
+
+
+Way = tuple[int, bool]  # drafts, and whether the round is unified; (0, False) is plain decoding
 
 
 @dataclass(frozen=True)
@@ -60,14 +65,8 @@ class FixedPolicy:
 
 def above(values: Sequence[int], count: int) -> list[int]:
     """How many values exceed 0, 1, ... count - 1."""
-    found = [0] * (count + 1)
-    for value in values:
-        found[min(max(value, 0), count)] += 1
-    total, sums = 0, []
-    for value in range(count, 0, -1):
-        total += found[value]
-        sums.append(total)
-    return sums[::-1]
+    found = np.bincount(np.clip(np.asarray(values, dtype=np.int64), 0, count), minlength=count + 1)
+    return found[:0:-1].cumsum()[::-1].tolist()
 
 
 class Acceptance:
@@ -79,22 +78,23 @@ class Acceptance:
 
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """A round's outcome: drafts made and drafts accepted of each request."""
+        made, kept = np.asarray(drafted, dtype=np.int64), np.asarray(accepted, dtype=np.int64)
         # A draft was reached if it was made and all before it were accepted.
-        last = [min(made - 1, kept) + 1 for made, kept in zip(drafted, accepted, strict=True)]
+        last = np.minimum(made - 1, kept) + 1
         stride = len(self._reached)
-        counts = zip(above(last, stride), above(accepted, stride), strict=True)
-        for position, (reached, kept) in enumerate(counts):
+        counts = zip(above(last, stride), above(kept, stride), strict=True)
+        for position, (reached, good) in enumerate(counts):
             if reached:
                 self._reached[position] = MEMORY * self._reached[position] + reached
-                self._kept[position] = MEMORY * self._kept[position] + kept
+                self._kept[position] = MEMORY * self._kept[position] + good
 
-    def tokens(self, drafts: int) -> float:
-        """Tokens that a verification of so many drafts yields on average, its own included."""
-        alive, total = 1.0, 1.0
-        for reached, kept in zip(self._reached[:drafts], self._kept[:drafts], strict=True):
+    def expected(self) -> list[float]:
+        """Tokens that a verification of 0, 1 ... k drafts yields on average, its own included."""
+        alive, totals = 1.0, [1.0]
+        for reached, kept in zip(self._reached, self._kept, strict=True):
             alive *= kept / reached
-            total += alive
-        return total
+            totals.append(totals[-1] + alive)
+        return totals
 
 
 class AdaptivePolicy:
@@ -112,11 +112,8 @@ class AdaptivePolicy:
         widths = costs.widths
         if widths[:1] != [1] or len(widths) < 2:
             raise ValueError(f"verify widths {widths}: plain decoding and one more are needed.")
-        self._ways = [
-            (width - 1, False) for width in widths
-        ]  # (drafts, unified); (0, False) is plain decoding
-        if costs.knows_unified:
-            self._ways.append((stride, True))
+        self._stride = stride
+        self._probe = Choice(widths[1] - 1, "probe", False)
         self._now = Choice(widths[-1] - 1, "faster", False)
         self._since = DWELL  # rounds since the last change
         self._plain = 0  # plain steps since the last draft
@@ -124,36 +121,37 @@ class AdaptivePolicy:
     def choose(self, load: Load) -> Choice:
         """The next round for requests of this load."""
         self._since += 1
-        best = self._best(load)
-        if (best.drafts, best.unified) == (self._now.drafts, self._now.unified):
-            self._now = best
+        times = self._times(load)
+        tokens = self.acceptance.expected()
+        speeds = {way: tokens[way[0]] / us for way, us in times.items()}
+        best, now = max(speeds, key=speeds.__getitem__), (self._now.drafts, bool(self._now.unified))
+        if best == now:
+            self._now = self._because(best, times)
         elif self._since > DWELL:
-            margin = MARGIN if best.drafts else 1.0
-            if self._speed(best, load) > margin * self._speed(self._now, load):
-                self._now, self._since = best, 0
+            margin = MARGIN if best[0] else 1.0
+            if speeds[best] > margin * speeds[now]:
+                self._now, self._since = self._because(best, times), 0
         self._plain = 0 if self._now.drafts else self._plain + 1
         if self._plain > PROBE_EVERY and self._now.reason == "acceptance":
             self._plain = 0
-            return Choice(self._ways[1][0], "probe", False)
+            return self._probe
         return self._now
 
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         self.acceptance.observe(drafted, accepted)
 
-    def _best(self, load: Load) -> Choice:
-        choices = [Choice(drafts, "faster", unified) for drafts, unified in self._ways]
-        best = max(choices, key=lambda choice: self._speed(choice, load))
-        if best.drafts:
-            return best
-        plain = 1 / self.costs.round_us(load, 0)
-        hopeless = all((c.drafts + 1) / self._us(c, load) < PROMISE * plain for c in choices[1:])
+    def _times(self, load: Load) -> dict[Way, float]:
+        """Microseconds of each way to make a round."""
+        lockstep = self.costs.rounds_us(load, self._stride)
+        times: dict[Way, float] = {(drafts, False): us for drafts, us in enumerate(lockstep)}
+        if self.costs.knows_unified:
+            times[self._stride, True] = self.costs.unified_us(load, self._stride)
+        return times
+
+    def _because(self, way: Way, times: dict[Way, float]) -> Choice:
+        drafts, unified = way
+        if drafts:
+            return Choice(drafts, "faster", unified)
+        plain = 1 / times[0, False]
+        hopeless = all((made + 1) / us < PROMISE * plain for (made, _), us in times.items() if made)
         return Choice(0, "load" if hopeless else "acceptance", False)
-
-    def _us(self, choice: Choice, load: Load) -> float:
-        if choice.unified:
-            return self.costs.unified_us(load, choice.drafts)
-        return self.costs.round_us(load, choice.drafts)
-
-    def _speed(self, choice: Choice, load: Load) -> float:
-        """Tokens a microsecond of each request."""
-        return self.acceptance.tokens(choice.drafts) / self._us(choice, load)
