@@ -90,12 +90,25 @@ def test_costs_move_towards_what_micro_steps_take():
 
 
 def test_measurements_that_say_nothing_are_left_out():
-    table = costs()
-    table.correct("plain", Load(1, 100, 100), 0, 99_000.0)  # hardly a key read
-    table.correct("plain", Load(8, 50_000, 2500), 0, 1e9)  # something else ran
+    table, at = costs(), Load(8, 50_000, 2500)
+    for _ in range(9):
+        table.correct("plain", Load(1, 100, 100), 0, 99_000.0)  # hardly a key read
     assert table.verify_us(8, 0, 50_000) == pytest.approx(5300 + 50_000 * KEY_US)
-    table.correct("plain", Load(8, 50_000, 2500), 0, 1.0)  # faster than its empty graph
-    assert table.verify_us(8, 0, 50_000) < 5300 + 50_000 * KEY_US
+    for us in (5300 + 50_000 * 0.05, 1e9, 5300 + 50_000 * 0.05, 5300 + 50_000 * 0.05, 1e9):
+        table.correct("plain", at, 0, us)  # something else ran, twice
+    assert table.verify_us(8, 0, 50_000) == pytest.approx(5300 + 50_000 * 0.05)
+    for _ in range(9):
+        table.correct("plain", at, 0, 1.0)  # faster than its empty graph
+    assert table.verify_us(8, 0, 50_000) == pytest.approx(5300)
+
+
+def test_a_model_that_is_far_off_is_corrected_all_the_same():
+    """On a CPU attention takes many times what its memory does."""
+    table, at = costs(), load(8, 6000)
+    for _ in range(5):
+        table.correct("plain", at, 0, 80e3)
+        table.correct_round(at, 0, 90e3, unified=False)
+    assert table.round_us(at, 0) == pytest.approx(90e3, rel=0.01)
 
 
 def test_what_is_left_of_rounds_is_learnt_for_each_kind_and_size():
@@ -117,13 +130,14 @@ def test_what_is_left_of_rounds_is_learnt_for_each_kind_and_size():
     assert table.round_us(few, 4) == pytest.approx(before[few] + 700)
 
 
-def test_the_first_measurements_count_for_more():
+def test_two_measurements_are_not_believed_yet():
     table, at = costs(), load(8, 2000)
     modelled = table.round_us(at, 4)
+    for _ in range(2):
+        table.correct_round(at, 4, modelled + 1000, unified=False)
+        assert table.round_us(at, 4) == modelled
     table.correct_round(at, 4, modelled + 1000, unified=False)
-    assert table.round_us(at, 4) == pytest.approx(modelled + 500)
-    table.correct_round(at, 4, modelled + 1000, unified=False)
-    assert table.round_us(at, 4) > modelled + 650
+    assert table.round_us(at, 4) == pytest.approx(modelled + 1000)
 
 
 def test_ranks_take_what_the_first_one_learnt():
@@ -155,7 +169,8 @@ def test_one_rank_learns_at_once():
     table = costs()
     learner, at = CostLearner(table), load(8, 6000)
     before = table.round_us(at, 4)
-    learner.heard("round", (before + 900) / 1e6, Timed(at, 4, unified=False))
+    for _ in range(3):
+        learner.heard("round", (before + 900) / 1e6, Timed(at, 4, unified=False))
     learner.next_round()
     assert table.round_us(at, 4) > before
 

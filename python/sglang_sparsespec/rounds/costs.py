@@ -12,7 +12,7 @@ get wrong at a size) is learnt from the time between the ends of rounds, for eac
 from __future__ import annotations
 
 import bisect
-from collections import Counter
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +20,10 @@ from typing import Any
 KINDS = ("draft", "verify", "plain", "mixed")
 # Attention kernels of decoding reach about this share of a plain sum's bandwidth; a start value only.
 ATTENTION_SHARE = 0.85
-SMOOTHING = 0.05  # weight of a new measurement, once there are many
+# A value is the median of its last measurements, so that what ran beside a few of them (a prefill's tail, a
+# compiler, nobody who asked) does not matter.
+LATEST = 9
+FEWEST = 3  # measurements that are believed
 # Fewer keys than this cost less than the noise of a measurement.
 KEYS_WORTH_MEASURING = 4096
 
@@ -52,9 +55,8 @@ class StepCosts:
     key_us: float
     widths: list[int] = field(init=False)  # tokens of a verify slot that were measured, ascending
     _key_us: dict[str, float] = field(init=False)
-    _seen: Counter[str] = field(init=False, default_factory=Counter)
     _rest_us: dict[tuple[str, int], float] = field(init=False, default_factory=dict)
-    _rest_seen: Counter[tuple[str, int]] = field(init=False, default_factory=Counter)
+    _latest: dict[Any, deque[float]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         for kind, points in self.graphs.items():
@@ -132,19 +134,21 @@ class StepCosts:
             base, keys = self._over_empty(self._width(drafts), load.rows), float(load.keys)
         if keys < KEYS_WORTH_MEASURING:
             return
-        seen = max(us - base, 0.0) / keys
-        # Something else ran meanwhile (a prefill's tail, a compiler): no key takes so long.
-        if seen < 5 * self.key_us:
-            self._key_us[kind] += _weight(self._seen, kind) * (seen - self._key_us[kind])
+        if (middle := self._middle(kind, max(us - base, 0.0) / keys)) is not None:
+            self._key_us[kind] = middle
 
     def correct_round(self, load: Load, drafts: int, us: float, *, unified: bool) -> None:
         """Learn from a round that ended `us` after the one before it."""
         modelled = self._unified_us(load, drafts) if unified else self._lockstep_us(load, drafts)
-        # Nobody asked for anything meanwhile, or something else ran: no round is so far off.
-        if us < 3 * modelled:
-            at = _way(drafts, unified), load.rows.bit_length()
-            known = self._rest_us.get(at, 0.0)
-            self._rest_us[at] = known + _weight(self._rest_seen, at) * (us - modelled - known)
+        at = _way(drafts, unified), load.rows.bit_length()
+        if (middle := self._middle(at, us - modelled)) is not None:
+            self._rest_us[at] = middle
+
+    def _middle(self, at: Any, value: float) -> float | None:
+        """The median of the last measurements of `at`, `value` included, once there are enough."""
+        latest = self._latest.setdefault(at, deque(maxlen=LATEST))
+        latest.append(value)
+        return sorted(latest)[len(latest) // 2] if len(latest) >= FEWEST else None
 
     def learnt(self) -> tuple[dict[str, float], dict[tuple[str, int], float]]:
         """What measurements have changed, for `take`."""
@@ -161,9 +165,3 @@ class StepCosts:
 
 def _way(drafts: int, unified: bool) -> str:
     return "unified" if unified else "lockstep" if drafts else "plain"
-
-
-def _weight(seen: Counter[Any], at: Any) -> float:
-    """The weight of one more measurement: the first ones count for more."""
-    seen[at] += 1
-    return max(SMOOTHING, 1 / (1 + seen[at]))
