@@ -6,9 +6,9 @@ verification with the full weights, which also overwrites the KV that drafts lef
 arXiv 2410.11305; QuantSpec, arXiv 2502.10424, quantises the KV cache as well.)
 
 Integer codes are symmetric, with a scale for each output and GROUP inputs, and multiply activations as they
-are (SGLang's Marlin kernel). 8-bit floating point has a scale for each output and another for each row of
-activations, which are rounded too (SGLang's CUTLASS kernel). Where there is no CUDA device, slow references
-do the same sums.
+are (our own kernel for up to 16 rows and 4 bits on Hopper, SGLang's Marlin kernel otherwise). 8-bit floating
+point has a scale for each output and another for each row of activations, which are rounded too (SGLang's
+CUTLASS kernel). Where there is no CUDA device, slow references do the same sums.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SMALLEST_ON_CUDA = 1 << 20
 # Marlin loses to the 16-bit product where more rows are multiplied than its tiles were made for. Measured on
 # an H200, 8B shape, int4: a round of 24 requests takes 0.90 of its time, one of 48 0.99, one of 96 1.26.
 MARLIN_ROWS = 32
-# Up to here 4 bits beat 8-bit floating point (the products of a layer of that shape: 61 against 68 us).
+# Up to here 4 bits beat 8-bit floating point.
 INT4_ROWS = 16
 ANY_ROWS = 1 << 30
 FP8_LARGEST = torch.finfo(torch.float8_e4m3fn).max
@@ -42,15 +42,16 @@ class Tier:
     """A format, and the most draft rows that it serves."""
 
     format: str  # int8, int4 or fp8
-    rows: int
+    rows: int = ANY_ROWS
 
 
-# What `draft_weights` may be. Drafts of more rows than the last tier has read the model's own weights.
+# What `draft_weights` may be. A kernel may serve fewer rows than its tier; drafts of more rows than the last
+# tier serves read the model's own weights.
 TIERS = {
-    "int8": (Tier("int8", MARLIN_ROWS),),
-    "int4": (Tier("int4", MARLIN_ROWS),),
-    "fp8": (Tier("fp8", ANY_ROWS),),
-    "int4+fp8": (Tier("int4", INT4_ROWS), Tier("fp8", ANY_ROWS)),
+    "int8": (Tier("int8"),),
+    "int4": (Tier("int4"),),
+    "fp8": (Tier("fp8"),),
+    "int4+fp8": (Tier("int4", INT4_ROWS), Tier("fp8")),
 }
 BITS = {"int8": 8, "int4": 4}
 
@@ -107,6 +108,7 @@ class DraftLinear(Protocol):
     """x [T, K] times a quantised weight: [T, N]. `load` replaces the weight and keeps its tensors' places."""
 
     nbytes: int
+    most_rows: int  # that it serves well
 
     def load(self, weight: torch.Tensor) -> None: ...
 
@@ -115,6 +117,8 @@ class DraftLinear(Protocol):
 
 class ReferenceLinear:
     """The slow, obvious one, for any device: it saves neither memory nor time."""
+
+    most_rows = MARLIN_ROWS
 
     def __init__(self, weight: torch.Tensor, bits: int) -> None:
         self._bits = bits
@@ -131,6 +135,8 @@ class ReferenceLinear:
 
 class MarlinLinear:
     """SGLang's Marlin kernel: bf16 or fp16 activations, 8- or 4-bit weights, sums in float32."""
+
+    most_rows = MARLIN_ROWS
 
     def __init__(self, weight: torch.Tensor, bits: int, kernel: compat.Marlin) -> None:
         self._bits, self._kernel = bits, kernel
@@ -156,8 +162,37 @@ class MarlinLinear:
         return out.view(*x.shape[:-1], self._outputs)
 
 
+class FewRowsLinear:
+    """Our kernel for 4-bit weights and few rows of bf16 activations on Hopper, sums in float32."""
+
+    most_rows = INT4_ROWS
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._codes, self._scales = self._pack(weight)
+        self.nbytes = self._codes.nbytes + self._scales.nbytes
+
+    def _pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        from sgl_kernel_ext.few_rows import pack
+
+        return pack(*quantise(weight, 4))
+
+    def load(self, weight: torch.Tensor) -> None:
+        # In place: captured graphs hold the addresses.
+        codes, scales = self._pack(weight)
+        self._codes.copy_(codes)
+        self._scales.copy_(scales)
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        from sgl_kernel_ext.few_rows import multiply
+
+        out = multiply(x.reshape(-1, x.shape[-1]), self._codes, self._scales, bias)
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+
 class ReferenceFp8Linear:
     """Weights and activations rounded to 8-bit floating point, on any device; it saves nothing."""
+
+    most_rows = ANY_ROWS
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._weight = torch.empty_like(weight)
@@ -177,6 +212,8 @@ class ReferenceFp8Linear:
 
 class Fp8Linear:
     """SGLang's product of 8-bit floating point: a scale for each row and each output, sums in float32."""
+
+    most_rows = ANY_ROWS
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._codes, self._scales = quantise_fp8(weight)
@@ -220,8 +257,17 @@ class Quantiser:
             return Fp8Linear(weight)
         if not weight.is_cuda:
             return ReferenceLinear(weight, BITS[form])
+        if form == "int4" and self._few_rows_serve(weight):
+            return FewRowsLinear(weight)
         self._marlin = self._marlin or self._load_marlin(weight)
         return MarlinLinear(weight, BITS[form], self._marlin)
+
+    def _few_rows_serve(self, weight: torch.Tensor) -> bool:
+        try:
+            from sgl_kernel_ext.few_rows import supported
+        except ImportError:
+            return False
+        return supported(weight.dtype, *weight.shape, weight.device) is None
 
     def _check_fp8(self, capability: tuple[int, int]) -> None:
         if capability < (8, 9):
@@ -272,6 +318,11 @@ class DraftWeights:
                 copies = [quantiser.copy(weight, tier.format) for tier in self.tiers]
                 self._layers.append(_Layer(module, copies, _sample(weight)))
                 compat.wrap_linear(module, self._instead_of(copies))
+        # A layer's shape decides its kernel; all serve what the least of them serves.
+        self._rows = [
+            min([tier.rows, *(layer.copies[at].most_rows for layer in self._layers)])
+            for at, tier in enumerate(self.tiers)
+        ]
         if not self._layers:
             raise DraftWeightsError(
                 f"draft_weights is {kind!r}, but this model has no linear layer to quantise: all are "
@@ -295,7 +346,7 @@ class DraftWeights:
     @contextlib.contextmanager
     def active(self, *, rows: int) -> Iterator[None]:
         """Run the model on the copies, where that pays for so many draft rows; what is captured stays so."""
-        self._active = next((at for at, tier in enumerate(self.tiers) if rows <= tier.rows), None)
+        self._active = next((at for at, most in enumerate(self._rows) if rows <= most), None)
         try:
             yield
         finally:

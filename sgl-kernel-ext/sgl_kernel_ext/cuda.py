@@ -27,11 +27,6 @@ SCOPES = ("layer", "kv_head")
 DEPENDENT_MERGE, DEPENDENT_VERIFY, EQUAL_RANGES = 1, 2, 4  # SparseSpecVerifyFlags
 
 
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
 def supported(
     head_dim: int, group: int, padded_queries: int, dtype: torch.dtype, device: torch.device | str
 ) -> str | None:
@@ -45,14 +40,7 @@ def supported(
         return f"padded_queries is {padded_queries}, allowed: 1 or more"
     if dtype != torch.bfloat16:
         return f"dtype is {dtype}, allowed: torch.bfloat16"
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return f"device is {device}, needed: a CUDA device of compute capability 9.0"
-    if _capability(device) != (9, 0):
-        major, minor = _capability(device)
-        return f"the GPU has compute capability {major}.{minor}, needed: 9.0 (H100, H200)"
-    if cuda_build.find_nvcc() is None:
-        return "nvcc was not found: install the CUDA toolkit or set CUDA_HOME"
-    return None
+    return cuda_build.missing(device)
 
 
 @functools.cache
@@ -229,7 +217,7 @@ def verify_attention(
     flags = DEPENDENT_MERGE * bool(dependent_launch) | DEPENDENT_VERIFY * bool(dependent_verify)
     flags |= EQUAL_RANGES * bool(equal_ranges)
     numbers = (padded_queries, float(scale), shift or 0, flags)
-    function = cuda_build.tvm_function()
+    function = cuda_build.tvm_function("verify_attention")
     with torch.cuda.device(q.device):
         if function is not None:
             function(*tensors, *numbers)

@@ -16,6 +16,9 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import torch
+
+SOURCES = ("verify_attention.cu", "few_rows.cu")
 CACHE_ENV = "SGL_KERNEL_EXT_CACHE"
 _FLAGS = (
     "-std=c++17",
@@ -123,8 +126,7 @@ def build() -> Path:
         if not library.is_file():
             with tempfile.TemporaryDirectory(dir=folder) as scratch:
                 made = Path(scratch) / "made.so"
-                source = str(sources / "verify_attention.cu")
-                _run([*compile_line, "-o", str(made), source, *link])
+                _run([*compile_line, "-o", str(made), *(str(sources / name) for name in SOURCES), *link])
                 os.replace(made, library)
     return library
 
@@ -144,10 +146,25 @@ def library() -> ctypes.CDLL:
 
 
 @functools.cache
-def tvm_function():
-    """The kernel as a tvm_ffi function, or None where tvm_ffi is missing."""
+def tvm_function(name: str):
+    """A function of the library as tvm_ffi exports it, or None where tvm_ffi is missing."""
     if not _tvm_ffi_flags()[0]:
         return None
     import tvm_ffi
 
-    return tvm_ffi.load_module(str(build())).verify_attention
+    return getattr(tvm_ffi.load_module(str(build())), name)
+
+
+@functools.cache
+def missing(device: torch.device, *, tvm: bool = False) -> str | None:
+    """What keeps the kernels from running on `device`, or None. `tvm`: with tvm_ffi. Compiles nothing."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return f"device is {device}, needed: a CUDA device of compute capability 9.0"
+    capability = torch.cuda.get_device_capability(device)
+    if capability != (9, 0):
+        return f"the GPU has compute capability {capability[0]}.{capability[1]}, needed: 9.0 (H100, H200)"
+    if find_nvcc() is None:
+        return "nvcc was not found: install the CUDA toolkit or set CUDA_HOME"
+    if tvm and not _tvm_ffi_flags()[0]:
+        return "apache-tvm-ffi is not installed: install it"
+    return None

@@ -3,7 +3,15 @@
 import pytest
 import torch
 from sglang_sparsespec import compat
-from sglang_sparsespec.draft_weights import BITS, Fp8Linear, MarlinLinear, ReferenceFp8Linear, ReferenceLinear
+from sglang_sparsespec.draft_weights import (
+    BITS,
+    INT4_ROWS,
+    FewRowsLinear,
+    Fp8Linear,
+    MarlinLinear,
+    ReferenceFp8Linear,
+    ReferenceLinear,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -50,6 +58,90 @@ def test_the_fp8_product_is_the_rounded_weights_by_the_rounded_rows(shape, token
     spread = want.std().item() if tokens else 0.0
     torch.testing.assert_close(fast(x, bias).float(), want, atol=0.02 * spread, rtol=0.02)
     assert torch.equal(fast(x[None], bias)[0], fast(x, bias))
+
+
+def hopper():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    from sgl_kernel_ext.few_rows import supported
+
+    if reason := supported(torch.bfloat16, 64, 256, "cuda"):
+        pytest.skip(reason)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (24576, 4096), (96, 128), (1024, 1152)], ids=str)
+@pytest.mark.parametrize("tokens", [1, 2, 7, 8, 9, 15, INT4_ROWS])
+def test_the_product_of_few_rows_is_the_dequantised_weights(shape, tokens):
+    hopper()
+    torch.manual_seed(0)
+    weight = torch.randn(shape, dtype=torch.bfloat16, device="cuda") * 0.05
+    x = torch.randn(tokens, shape[1] + 8, dtype=torch.bfloat16, device="cuda")[:, :-8]
+    bias = torch.randn(shape[0], dtype=torch.bfloat16, device="cuda")
+    fast, slow = FewRowsLinear(weight), ReferenceLinear(weight, 4)._weight.double()
+    want = x.double() @ slow.T
+    bound = 0.002 * (x.double().abs() @ slow.T.abs())
+    from sgl_kernel_ext.few_rows import multiply
+
+    for with_bias in (None, bias):
+        found = multiply(x, fast._codes, fast._scales, with_bias).double()
+        right = want if with_bias is None else want + bias.double()
+        assert ((found - right).abs() <= bound + right.abs() / 200).all()
+    assert torch.equal(fast(x.contiguous()[None], bias)[0], multiply(x, fast._codes, fast._scales, bias))
+
+
+def test_bad_operands_of_few_rows_are_named():
+    hopper()
+    from sgl_kernel_ext.few_rows import multiply
+
+    fast = FewRowsLinear(torch.randn(64, 256, dtype=torch.bfloat16, device="cuda"))
+    x = torch.randn(17, 256, dtype=torch.bfloat16, device="cuda")
+    for bad, text in [
+        (x, r"\[17, 256\]; needed: \[1 to 16, 256\]"),
+        (x[:3, :128], r"\[3, 128\]"),
+        (x[:3].float(), "torch.float32"),
+        (x[:3].t().contiguous().t(), "strides"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            multiply(bad, fast._codes, fast._scales)
+    with pytest.raises(ValueError, match="use pack"):
+        multiply(x[:3], fast._codes[:-1], fast._scales)
+    with pytest.raises(ValueError, match="bias is"):
+        multiply(x[:3], fast._codes, fast._scales, x[0])
+
+
+@pytest.mark.parametrize("make", [FewRowsLinear, Fp8Linear])
+def test_a_graph_of_products_reads_what_the_kernel_before_it_wrote(make):
+    """Programmatic launches overlap: 24 products in a row, each of the one before."""
+    hopper()
+    torch.manual_seed(1)
+    layers = [make(torch.randn(1024, 1024, dtype=torch.bfloat16, device="cuda") / 32) for _ in range(24)]
+    x = torch.randn(5, 1024, dtype=torch.bfloat16, device="cuda")
+
+    def run():
+        y = x
+        for layer in layers:
+            y = layer(y, None)
+            y = y * torch.rsqrt(y.float().square().mean(dim=-1, keepdim=True)).to(y.dtype)
+        return y
+
+    want = []
+    for scale in (1.0, -2.0, 0.5):
+        x.mul_(scale)
+        y = x
+        for layer in layers:
+            y = layer(y, None)
+            torch.cuda.synchronize()
+            y = y * torch.rsqrt(y.float().square().mean(dim=-1, keepdim=True)).to(y.dtype)
+        want.append((x.clone(), y))
+    graph = torch.cuda.CUDAGraph()
+    run()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        out = run()
+    for given, right in want * 20:
+        x.copy_(given)
+        graph.replay()
+        assert torch.equal(out, right)
 
 
 def test_new_weights_are_loaded_in_place(kernel):

@@ -159,6 +159,32 @@ def test_a_kernel_that_cannot_be_built_is_an_error_with_ways_out(monkeypatch):
         Quantiser("int8")._load_marlin(torch.zeros(64, 256))
 
 
+def test_packed_codes_stand_where_the_kernel_reads_them():
+    """The slow way round: every code is looked up by lane, word and bit as csrc/few_rows.cuh does."""
+    from sgl_kernel_ext.few_rows import pack
+
+    torch.manual_seed(2)
+    codes = torch.randint(0, 16, (32, 256), dtype=torch.uint8)
+    scales = torch.randn(32, 2)
+    packed, turned = pack(codes, scales)
+    words = packed.view(torch.int32).view(2, 2, 2, 8, 4, 4)  # tile, block, half, output, quarter, word
+    for n in range(32):
+        for k in range(256):
+            block, inside = divmod(k, 128)
+            word = int(words[n // 16, block, n % 16 // 8, n % 8, inside // 32, inside % 32 // 8])
+            j = inside % 8
+            assert word >> 4 * (j // 2 + j % 2 * 4) & 15 == int(codes[n, k])
+    assert torch.equal(turned, scales.T)
+
+
+def test_what_few_rows_cannot_serve_is_said():
+    from sgl_kernel_ext.few_rows import supported
+
+    assert "torch.float16" in supported(torch.float16, 64, 256, "cuda")
+    assert "[40, 256], needed: multiples of 32 and 128" in supported(torch.bfloat16, 40, 256, "cuda")
+    assert "device is cpu" in supported(torch.bfloat16, 64, 256, "cpu")
+
+
 def test_a_gpu_without_fp8_products_is_refused_by_name():
     with pytest.raises(DraftWeightsError, match=r"'int4\+fp8', but this GPU \(compute capability 8\.0\)"):
         Quantiser("int4+fp8")._check_fp8((8, 0))

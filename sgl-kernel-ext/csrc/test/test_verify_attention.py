@@ -22,10 +22,11 @@ needs_hopper = pytest.mark.skipif(
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-def test_emulated(tmp_path):
+@pytest.mark.parametrize("source", ["emulate.cpp", "emulate_few_rows.cpp"])
+def test_emulated(tmp_path, source):
     binary = tmp_path / "emulate"
     compile_line = ["g++", "-std=c++17", "-O2", "-w", "-DSPARSESPEC_EMULATED", "-pthread"]
-    subprocess.run([*compile_line, "-o", str(binary), str(HERE / "emulate.cpp")], check=True)
+    subprocess.run([*compile_line, "-o", str(binary), str(HERE / source)], check=True)
     result = subprocess.run([str(binary)], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
 
