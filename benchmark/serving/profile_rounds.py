@@ -30,6 +30,8 @@ from sglang_sparsespec._server import ServerProcess
 from sglang_sparsespec.config import CONFIG_ENV
 
 KINDS = (
+    ("GEMM", r"few_rows_kernel"),
+    ("rows to fp8", r"_quantise_row"),
     ("fused verify + score", r"sparsespec::|verify_kernel|merge_kernel"),
     ("score", r"_score_kernel"),
     ("select", r"_select_kernel"),
@@ -140,7 +142,7 @@ def main() -> int:
     parser.add_argument("--model-path", required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--context", type=int, nargs="+", default=[8192])
-    parser.add_argument("--concurrency", type=int, default=48)
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[48])
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--sparsespec-config", default="{}")
     parser.add_argument("--server-flag", action="append", default=[], help="one word each")
@@ -148,7 +150,7 @@ def main() -> int:
     report: dict[str, Any] = {**results.header(), "options": vars(args) | {"out": args.out.name}, "runs": []}
     encode = traces.load_encoder(args.model_path)
     flags = [*args.server_flag, "--speculative-algorithm", "SPARSESPEC"]
-    flags += ["--max-running-requests", str(args.concurrency)]
+    flags += ["--max-running-requests", str(max(args.concurrency))]
     server = ServerProcess(
         args.model_path,
         flags,
@@ -156,12 +158,12 @@ def main() -> int:
         log_path=args.out.with_suffix(".log"),
     )
     with server:
-        for context in args.context:
-            made = traces.make_traces(args.concurrency, context, 400, seed=1, encode=encode)
+        for context, requests in itertools.product(args.context, args.concurrency):
+            made = traces.make_traces(requests, context, 400, seed=1, encode=encode)
             with tempfile.TemporaryDirectory() as folder:
                 asyncio.run(profile(server.url, [t.ids for t in made], Path(folder), args.rounds))
                 events = read_trace(Path(folder))
-            run = {"context": context, "concurrency": args.concurrency, **summarise(micro_steps(events))}
+            run = {"context": context, "concurrency": requests, **summarise(micro_steps(events))}
             run["unprofiled"] = asyncio.run(unprofiled(server.url, [t.ids for t in made]))
             report["runs"].append(run)
             print(json.dumps(run, indent=1), flush=True)

@@ -290,6 +290,41 @@ def test_plain_decoding_looks_again_from_time_to_time_where_acceptance_was_the_r
     assert settle(policy, at).reason == "faster"
 
 
+def test_positions_that_fewer_drafts_do_not_reach_are_looked_at_again():
+    policy, at, rng = with_acceptance(0.5), load(48, 15_360), random.Random(5)
+    assert 0 < settle(policy, at).drafts < 8
+    choices = []
+    for _ in range(PROBE_EVERY * 3):
+        made = policy.choose(at)
+        choices.append(made)
+        accepted = []
+        for _ in range(48):  # by now drafts that follow an accepted one are nearly always right
+            kept = 0
+            while kept < made.drafts and rng.random() < (0.95 if kept else 0.6):
+                kept += 1
+            accepted.append(kept)
+        policy.observe([made.drafts] * 48, accepted)
+    assert choices[-1].drafts >= 7
+    assert Choice(8, "probe", False) in choices or choices[50].drafts >= 7
+
+
+def test_a_workload_whose_later_drafts_are_the_better_ones_gets_them():
+    """Acceptance of one run on an H200, 48 x 8,192: k = 6 gives 9% more tokens a second than k = 3."""
+    graphs = {0: [(48, 4000.0)], 1: [(48, 6000.0)], 4: [(48, 8000.0)], 7: [(48, 9500.0)]}
+    policy, rng = AdaptivePolicy(6, StepCosts(graphs, 0.035)), random.Random(6)
+    at, rates = load(48, 8192), [0.8636, 0.8002, 0.8395, 0.9597, 0.8349, 0.8066]
+    for _ in range(200):
+        made = policy.choose(at).drafts
+        accepted = []
+        for _ in range(48):
+            kept = 0
+            while kept < made and rng.random() < rates[kept]:
+                kept += 1
+            accepted.append(kept)
+        policy.observe([made] * 48, accepted)
+    assert policy.choose(at).drafts == 6
+
+
 def test_load_is_never_probed():
     policy, at = with_acceptance(0.9), load(1, 1000)
     settle(policy, at)

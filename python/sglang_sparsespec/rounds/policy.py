@@ -15,20 +15,21 @@ import numpy as np
 
 from sglang_sparsespec.rounds.costs import Load, StepCosts
 
-# What the acceptance of a draft is taken for before any was seen, and how many drafts that weighs.
-PRIOR, PRIOR_WEIGHT = 0.8, 16.0
-MEMORY = 0.98  # what a round's counts still weigh a round later
+# What the acceptance of a draft is taken for before any was seen, and how many drafts that weighs: more than
+# can be hoped for, so that positions are tried that fewer drafts would never reach.
+PRIOR, PRIOR_WEIGHT = 0.95, 8.0
+MEMORY = 0.98  # what a round's counts weigh a round later
 MARGIN = 1.03  # how much better another number of drafts must be; to plain decoding there is none
 PROMISE = 1.1  # what drafts must gain, were all of them accepted, for a look at whether they are
 DWELL = 8  # rounds before it may change again
-PROBE_EVERY = 512  # plain steps between two rounds that look whether drafts are accepted by now
+PROBE_EVERY = 512  # rounds without a draft, or with fewer than k, between two that look what is accepted by now
 
 REASONS = (
     "fixed",  # by configuration
     "faster",  # drafts pay
     "load",  # plain: drafts would hardly pay even if all were accepted
     "acceptance",  # plain: too few drafts are accepted
-    "probe",  # a round of drafts, to see
+    "probe",  # a round of more drafts, to see
 )
 
 
@@ -84,9 +85,10 @@ class Acceptance:
         stride = len(self._reached)
         counts = zip(above(last, stride), above(kept, stride), strict=True)
         for position, (reached, good) in enumerate(counts):
-            if reached:
-                self._reached[position] = MEMORY * self._reached[position] + reached
-                self._kept[position] = MEMORY * self._kept[position] + good
+            # What was seen long ago still stands, but weighs no more than what was seen never.
+            weight = max(MEMORY, PRIOR_WEIGHT / self._reached[position])
+            self._reached[position] = weight * self._reached[position] + reached
+            self._kept[position] = weight * self._kept[position] + good
 
     def expected(self) -> list[float]:
         """Tokens that a verification of 0, 1 ... k drafts yields on average, its own included."""
@@ -113,10 +115,10 @@ class AdaptivePolicy:
         if widths[:1] != [1] or len(widths) < 2:
             raise ValueError(f"verify widths {widths}: plain decoding and one more are needed.")
         self._stride = stride
-        self._probe = Choice(widths[1] - 1, "probe", False)
+        self._half = widths[1] - 1
         self._now = Choice(widths[-1] - 1, "faster", False)
         self._since = DWELL  # rounds since the last change
-        self._plain = 0  # plain steps since the last draft
+        self._unseen = 0  # rounds since the last one of k drafts; of plain steps, since any drafts
 
     def choose(self, load: Load) -> Choice:
         """The next round for requests of this load."""
@@ -131,11 +133,15 @@ class AdaptivePolicy:
             margin = MARGIN if best[0] else 1.0
             if speeds[best] > margin * speeds[now]:
                 self._now, self._since = self._because(best, times), 0
-        self._plain = 0 if self._now.drafts else self._plain + 1
-        if self._plain > PROBE_EVERY and self._now.reason == "acceptance":
-            self._plain = 0
-            return self._probe
-        return self._now
+        return self._probe() or self._now
+
+    def _probe(self) -> Choice | None:
+        """A round of more drafts where the last ones were long ago and acceptance is why there are none."""
+        self._unseen = 0 if self._now.drafts == self._stride else self._unseen + 1
+        if self._unseen <= PROBE_EVERY or self._now.reason == "load":
+            return None
+        self._unseen = 0
+        return Choice(self._stride if self._now.drafts else self._half, "probe", False)
 
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         self.acceptance.observe(drafted, accepted)
