@@ -59,6 +59,7 @@ SIGNATURES = (
     "speculative.spec_info.SpeculativeAlgorithm.create_future_map",
     "speculative.spec_registry.CustomSpecAlgo.__init__",
     "layers.quantization.unquant.UnquantizedLinearMethod.apply",
+    "layers.logits_processor.LogitsProcessor._compute_lm_head",
     "layers.quantization.marlin_utils.marlin_permute_scales",
     "layers.quantization.marlin_utils.marlin_make_workspace",
     "plugins.hook_registry.HookRegistry.register",
@@ -358,6 +359,34 @@ def wrap_linear(layer: Any, apply: Callable[[Callable[..., Any], Any, Any], Any]
 
     # The instance is the layer's alone: LinearBase makes one for each.
     method.apply = instead
+
+
+def plain_output_layer(model: Any) -> Any:
+    """The module that holds the weights of the logits, [V, K], as loaded; None where there is none such."""
+    from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod
+
+    layer, processor = getattr(model, "lm_head", None), getattr(model, "logits_processor", None)
+    if layer is None or processor is None or type(layer.quant_method) is not UnquantizedEmbeddingMethod:
+        return None
+    # Logits that are wanted in another type are no product of these weights alone.
+    special = (processor.use_fp32_lm_head, processor.use_fp32_lm_head_output, processor.rl_on_policy_target)
+    if any(special) or getattr(layer, "use_intel_amx_backend", False) or layer.weight.dim() != 2:
+        return None
+    return layer
+
+
+def wrap_output_layer(model: Any, apply: Callable[[Callable[[], Any], Any], Any]) -> None:
+    """Let `apply(own, hidden)` compute the logits; `own()` gives what they were before."""
+    processor, layer = model.logits_processor, model.lm_head
+    before = processor._compute_lm_head
+
+    def instead(hidden: Any, lm_head: Any, embedding_bias: Any = None, *, out: Any = None) -> Any:
+        def own() -> Any:
+            return before(hidden, lm_head, embedding_bias, out=out)
+
+        return apply(own, hidden) if lm_head is layer and embedding_bias is None else own()
+
+    processor._compute_lm_head = instead
 
 
 def multiply_fp8(x: Any, weight: Any, row_scales: Any, scales: Any, *, dtype: Any, bias: Any = None) -> Any:

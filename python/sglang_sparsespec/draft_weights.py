@@ -14,8 +14,9 @@ CUTLASS kernel). Where there is no CUDA device, slow references do the same sums
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -31,9 +32,11 @@ MARLIN_ROWS = 32
 # Up to here 4 bits beat 8-bit floating point.
 INT4_ROWS = 16
 ANY_ROWS = 1 << 30
+FP8_FROM = (8, 9)  # compute capability
 FP8_LARGEST = torch.finfo(torch.float8_e4m3fn).max
 # A scale below the one that holds the largest weight clips it, and rounds all others finer.
 SHRINKS = {8: (1.0,), 4: (1.0, 0.95, 0.9, 0.85, 0.8)}
+PART = 1 << 25  # elements that are quantised at a time
 SAMPLE = 4096  # elements of a weight that are compared to see whether it was changed
 
 
@@ -60,6 +63,14 @@ class DraftWeightsError(RuntimeError):
     """Quantised drafts were asked for and cannot be had; the text says why and what to do."""
 
 
+def _in_parts(
+    quantised: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]], weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`quantised` some outputs at a time: it takes several times the memory of what it is given."""
+    parts = [quantised(part) for part in weight.split(max(1, PART // weight.shape[1]))]
+    return torch.cat([codes for codes, _ in parts]), torch.cat([scales for _, scales in parts])
+
+
 def quantise(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Symmetric codes with one scale for each output and GROUP inputs.
 
@@ -70,6 +81,10 @@ def quantise(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tenso
     Returns:
         codes: [N, K] uint8, weight / scale + 2 ** (bits - 1). scales: [N, K / GROUP] of the weight's dtype.
     """
+    return _in_parts(partial(_quantise, bits=bits), weight)
+
+
+def _quantise(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     half = 1 << (bits - 1)
     outputs, inputs = weight.shape
     groups = weight.float().view(outputs, inputs // GROUP, GROUP)
@@ -99,6 +114,10 @@ def dequantise(codes: torch.Tensor, scales: torch.Tensor, bits: int) -> torch.Te
 
 def quantise_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes [N, K] float8_e4m3fn and scales [N] float32 of a weight [N, K]: one scale for each output."""
+    return _in_parts(_quantise_fp8, weight)
+
+
+def _quantise_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scales = weight.float().abs().amax(dim=1).clamp_min(1e-12) / FP8_LARGEST
     codes = (weight.float() / scales[:, None]).clamp(-FP8_LARGEST, FP8_LARGEST)
     return codes.to(torch.float8_e4m3fn), scales
@@ -262,6 +281,14 @@ class Quantiser:
         self._marlin = self._marlin or self._load_marlin(weight)
         return MarlinLinear(weight, BITS[form], self._marlin)
 
+    def output_format(self, weight: torch.Tensor) -> str:
+        """The format of the output matrix: 8 bits, in floating point where there are products of it."""
+        if self.kind == "int8":
+            return "int8"
+        if weight.is_cuda and torch.cuda.get_device_capability(weight.device) < FP8_FROM:
+            return "int8"
+        return "fp8"
+
     def _few_rows_serve(self, weight: torch.Tensor) -> bool:
         try:
             from sgl_kernel_ext.few_rows import supported
@@ -270,7 +297,7 @@ class Quantiser:
         return supported(weight.dtype, *weight.shape, weight.device) is None
 
     def _check_fp8(self, capability: tuple[int, int]) -> None:
-        if capability < (8, 9):
+        if capability < FP8_FROM:
             raise DraftWeightsError(
                 f"draft_weights is {self.kind!r}, but this GPU (compute capability {capability[0]}."
                 f"{capability[1]}) has no products of 8-bit floating point, which begin with 8.9 (Ada, "
@@ -313,11 +340,18 @@ class DraftWeights:
         self._layers: list[_Layer] = []
         quantiser = Quantiser(kind)
         for module in compat.plain_linears(model):
-            weight = module.weight.data
-            if quantiser.fits(weight):
-                copies = [quantiser.copy(weight, tier.format) for tier in self.tiers]
-                self._layers.append(_Layer(module, copies, _sample(weight)))
+            if quantiser.fits(module.weight.data):
+                copies = [quantiser.copy(module.weight.data, tier.format) for tier in self.tiers]
+                self._layers.append(_Layer(module, copies, _sample(module.weight.data)))
                 compat.wrap_linear(module, self._instead_of(copies))
+        head = compat.plain_output_layer(model)
+        if self._layers and head is not None and quantiser.fits(head.weight.data):
+            # 4 bits would tell near tokens apart badly; one copy of 8 serves all tiers.
+            copies = [quantiser.copy(head.weight.data, quantiser.output_format(head.weight.data))] * len(
+                self.tiers
+            )
+            self._layers.append(_Layer(head, copies, _sample(head.weight.data)))
+            compat.wrap_output_layer(model, self._instead_of_output(copies))
         # A layer's shape decides its kernel; all serve what the least of them serves.
         self._rows = [
             min([tier.rows, *(layer.copies[at].most_rows for layer in self._layers)])
@@ -336,9 +370,15 @@ class DraftWeights:
 
         return apply
 
+    def _instead_of_output(self, copies: list[DraftLinear]) -> Any:
+        def apply(own: Any, hidden: torch.Tensor) -> torch.Tensor:
+            return own() if self._active is None else copies[self._active](hidden, None)
+
+        return apply
+
     @property
     def nbytes(self) -> int:
-        return sum(copy.nbytes for layer in self._layers for copy in layer.copies)
+        return sum(copy.nbytes for layer in self._layers for copy in set(layer.copies))
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -359,7 +399,7 @@ class DraftWeights:
             weight = layer.module.weight.data
             now = _sample(weight)
             if not torch.equal(now, layer.sample):
-                for copy in layer.copies:
+                for copy in set(layer.copies):
                     copy.load(weight)
                 layer.sample = now
                 changed += 1

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+from sglang.srt.layers.quantization.unquant import UnquantizedEmbeddingMethod, UnquantizedLinearMethod
 from sglang_sparsespec import compat
 from sglang_sparsespec.config import ConfigError, SparseSpecConfig
 from sglang_sparsespec.draft_weights import (
@@ -54,6 +54,17 @@ def test_codes_are_near_the_weights(bits, most):
         part = slice(group * GROUP, (group + 1) * GROUP)
         want = (weight[row, part] / scales[row, group]).round().clamp(-half, half - 1)
         assert torch.equal(codes[row, part].float() - half, want)
+
+
+def test_large_weights_are_quantised_in_parts(monkeypatch):
+    torch.manual_seed(3)
+    weight = torch.randn(100, 2 * GROUP)
+    whole = [quantise(weight, 8), quantise(weight, 4), quantise_fp8(weight)]
+    monkeypatch.setattr("sglang_sparsespec.draft_weights.PART", 7 * 2 * GROUP)
+    parts = [quantise(weight, 8), quantise(weight, 4), quantise_fp8(weight)]
+    for one, other in zip(whole, parts, strict=True):
+        assert torch.equal(one[0].view(torch.uint8), other[0].view(torch.uint8))
+        assert torch.equal(one[1], other[1])
 
 
 def test_groups_of_zeros_and_of_one_large_weight_survive():
@@ -131,6 +142,45 @@ def test_the_number_of_rows_decides_what_is_read(model, kind, rows, form):
         found = model[0](x, bias)
     want = drafted(model[0], x, bias, form) if form else own
     torch.testing.assert_close(found, want)
+
+
+class Processor:
+    """As SGLang's logits processor: multiplies by the weights of the output layer that it is given."""
+
+    use_fp32_lm_head = use_fp32_lm_head_output = False
+    rl_on_policy_target = None
+
+    def _compute_lm_head(self, hidden, lm_head, embedding_bias=None, *, out=None):
+        return hidden @ lm_head.weight.T
+
+
+@pytest.mark.parametrize("kind", list(TIERS))
+def test_the_output_layer_is_read_in_8_bits(model, kind):
+    model.lm_head, model.logits_processor = Layer(192, 256), Processor()
+    model.lm_head.quant_method = UnquantizedEmbeddingMethod()
+    other, hidden = Layer(192, 256), torch.randn(3, 256)
+    before = DraftWeights(model, kind)
+    assert len(before) == 3
+    compute, own = model.logits_processor._compute_lm_head, hidden @ model.lm_head.weight.T
+    assert torch.equal(compute(hidden, model.lm_head, out=None), own)
+    with before.active(rows=3):
+        found = compute(hidden, model.lm_head)
+        assert torch.equal(compute(hidden, other), hidden @ other.weight.T), "another layer's weights"
+    torch.testing.assert_close(
+        found, drafted(model.lm_head, hidden, torch.zeros(192), "int8" if kind == "int8" else "fp8")
+    )
+    model.lm_head.weight.data.neg_()
+    assert before.refresh() == 1
+    with before.active(rows=3):
+        torch.testing.assert_close(compute(hidden, model.lm_head), -found)
+
+
+@pytest.mark.parametrize("flag", ["use_fp32_lm_head", "use_fp32_lm_head_output", "rl_on_policy_target"])
+def test_an_output_layer_of_another_type_keeps_its_weights(model, flag):
+    model.lm_head, model.logits_processor = Layer(192, 256), Processor()
+    model.lm_head.quant_method = UnquantizedEmbeddingMethod()
+    setattr(model.logits_processor, flag, True)
+    assert len(DraftWeights(model, "fp8")) == 2
 
 
 def test_changed_weights_are_quantised_anew(model):

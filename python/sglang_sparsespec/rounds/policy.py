@@ -22,7 +22,9 @@ MEMORY = 0.98  # what a round's counts weigh a round later
 MARGIN = 1.03  # how much better another number of drafts must be; to plain decoding there is none
 PROMISE = 1.1  # what drafts must gain, were all of them accepted, for a look at whether they are
 DWELL = 8  # rounds before it may change again
-PROBE_EVERY = 512  # rounds without a draft, or with fewer than k, between two that look what is accepted by now
+PROBE_EVERY = (
+    512  # rounds without a draft, or with fewer than k, between two that look what is accepted by now
+)
 
 REASONS = (
     "fixed",  # by configuration
