@@ -187,8 +187,11 @@ class FewRowsLinear:
     most_rows = INT4_ROWS
 
     def __init__(self, weight: torch.Tensor) -> None:
+        from sgl_kernel_ext.few_rows import tune
+
         self._codes, self._scales = self._pack(weight)
         self.nbytes = self._codes.nbytes + self._scales.nbytes
+        self._variants = tune(self._codes, self._scales)
 
     def _pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         from sgl_kernel_ext.few_rows import pack
@@ -204,7 +207,8 @@ class FewRowsLinear:
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         from sgl_kernel_ext.few_rows import multiply
 
-        out = multiply(x.reshape(-1, x.shape[-1]), self._codes, self._scales, bias)
+        flat = x.reshape(-1, x.shape[-1])
+        out = multiply(flat, self._codes, self._scales, bias, variants=self._variants)
         return out.view(*x.shape[:-1], out.shape[-1])
 
 

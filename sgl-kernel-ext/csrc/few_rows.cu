@@ -27,12 +27,20 @@ cudaError_t launch(const FewRowsParams& params, cudaStream_t stream, bool depend
   return cudaLaunchKernelEx(&config, few_rows_kernel<C>, params);
 }
 
+// Variants, all correct for all shapes: which is fastest depends on the shape and is measured by the caller.
 template <int kColumns>
-cudaError_t dispatch(const FewRowsParams& params, cudaStream_t stream, bool dependent, int sms) {
-  // Few CTAs need all the warps of a multiprocessor for themselves; of many, several run at a time.
-  const bool few = 2 * params.outputs / FewRowsConfig<kColumns, 8>::kOutputs <= 3 * sms;
-  return few ? launch<FewRowsConfig<kColumns, 16>>(params, stream, dependent)
-             : launch<FewRowsConfig<kColumns, 8>>(params, stream, dependent);
+cudaError_t dispatch(const FewRowsParams& params, cudaStream_t stream, bool dependent, int variant) {
+  switch (variant) {
+    case 0: return launch<FewRowsConfig<kColumns, 1, 2, 8>>(params, stream, dependent);
+    case 1: return launch<FewRowsConfig<kColumns, 1, 4, 8>>(params, stream, dependent);
+    case 2: return launch<FewRowsConfig<kColumns, 1, 2, 16>>(params, stream, dependent);
+    case 3: return launch<FewRowsConfig<kColumns, 1, 4, 16>>(params, stream, dependent);
+    case 4: return launch<FewRowsConfig<kColumns, 2, 2, 8>>(params, stream, dependent);
+    case 5: return launch<FewRowsConfig<kColumns, 2, 4, 8>>(params, stream, dependent);
+    case 6: return launch<FewRowsConfig<kColumns, 2, 2, 16>>(params, stream, dependent);
+    case 7: return launch<FewRowsConfig<kColumns, 2, 4, 16>>(params, stream, dependent);
+  }
+  return cudaErrorInvalidValue;
 }
 
 using tvm::ffi::Optional;
@@ -40,7 +48,7 @@ using tvm::ffi::TensorView;
 
 // Shapes and dtypes have been checked by the caller (sgl_kernel_ext/few_rows.py); the stream is the current one.
 void multiply_few_rows(TensorView x, TensorView codes, TensorView scales, Optional<TensorView> bias, TensorView out,
-                       int64_t dependent) {
+                       int64_t variant, int64_t dependent) {
   FewRowsParams params = {};
   params.codes = static_cast<const uint4*>(codes.data_ptr());
   params.scales = static_cast<const __nv_bfloat16*>(scales.data_ptr());
@@ -52,10 +60,9 @@ void multiply_few_rows(TensorView x, TensorView codes, TensorView scales, Option
   params.outputs = static_cast<int>(scales.size(1)), params.blocks = static_cast<int>(scales.size(0));
   const int device = x.device().device_id;
   const cudaStream_t stream = static_cast<cudaStream_t>(TVMFFIEnvGetStream(kDLCUDA, device));
-  int sms = 0;
-  cudaError_t status = cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device);
-  if (status == cudaSuccess)
-    status = params.rows <= 8 ? dispatch<1>(params, stream, dependent, sms) : dispatch<2>(params, stream, dependent, sms);
+  const int choice = static_cast<int>(variant);
+  const cudaError_t status = params.rows <= 8 ? dispatch<1>(params, stream, dependent, choice)
+                                              : dispatch<2>(params, stream, dependent, choice);
   if (status != cudaSuccess) TVM_FFI_THROW(RuntimeError) << "launching few_rows_kernel: " << cudaGetErrorString(status);
 }
 

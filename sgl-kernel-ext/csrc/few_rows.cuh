@@ -1,7 +1,7 @@
 // Products of a few rows of activations with 4-bit weights, for drafts of up to 16 requests: out = x . W^T.
 //
-// Such a product costs what its weights cost to read. A CTA computes 32 outputs of all rows; its warps share the inputs,
-// in blocks of 128 that have one scale for each output, and add their sums up through shared memory. The weights are the
+// Such a product costs what its weights cost to read. A CTA computes 16 or 32 outputs of all rows; its warps share the
+// inputs, in blocks of 128 that have one scale for each output, and add their sums up through shared memory. The weights are the
 // 16-row operand of the tensor cores, so that no more than 8 columns are computed for 1 to 8 rows. A lane's piece of a
 // block is 32 inputs of an output in a row: weights arrive in order and by 16 bytes, and activations need no shuffle.
 // The first weights are requested before the kernel that makes the activations has finished.
@@ -24,12 +24,12 @@ struct FewRowsParams {
   int rows, outputs, blocks;   // blocks: inputs / 128
 };
 
-// kColumns: groups of 8 rows.
-template <int kColumns_, int kWarps_>
+// kColumns: groups of 8 rows. kTiles: of 16 outputs. kAhead: blocks whose weights a warp has requested.
+template <int kColumns_, int kTiles_, int kAhead_, int kWarps_>
 struct FewRowsConfig {
-  static constexpr int kColumns = kColumns_, kWarps = kWarps_, kTiles = 2, kAhead = 2;
+  static constexpr int kColumns = kColumns_, kTiles = kTiles_, kAhead = kAhead_, kWarps = kWarps_;
   static constexpr int kOutputs = kTiles * kTileOutputs, kRows = 8 * kColumns, kThreads = 32 * kWarps;
-  static constexpr int kCtas = kWarps > 8 ? 1 : 2;   // a multiprocessor
+  static constexpr int kCtas = kWarps > 8 ? 1 : kTiles > 1 || kColumns > 1 ? 2 : 3; // a multiprocessor
   static constexpr int kPitch = kOutputs + 1;        // floats between two rows of sums: no bank twice
   static constexpr int kSharedBytes = kWarps * kRows * kPitch * 4;
 };

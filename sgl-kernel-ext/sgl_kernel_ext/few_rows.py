@@ -2,12 +2,15 @@
 
     reason = supported(torch.bfloat16, outputs, inputs, device)  # None: go ahead
     codes, scales = pack(codes, scales)
-    out = multiply(x, codes, scales)
+    variants = tune(codes, scales)
+    out = multiply(x, codes, scales, variants=variants)
 
 The first call compiles the kernels with nvcc (see `cuda_build`). Sources: csrc/few_rows.cuh.
 """
 
 from __future__ import annotations
+
+import functools
 
 import torch
 
@@ -16,6 +19,11 @@ from sgl_kernel_ext import cuda_build
 MOST_ROWS = 16
 GROUP = 128  # inputs that share a scale
 TILE = 32  # outputs of a CTA
+ROWS = (8, 16)  # the kernel computes as many columns, however few of them are there
+VARIANTS = 8
+DEFAULT_VARIANTS = (6, 6)
+RUNS = 7
+FLUSH_BYTES = 256 << 20
 # Where the 8 codes of a word stand in it: pairs of neighbours 16 bits apart.
 LOW, HIGH = [0, 4, 1, 5], [2, 6, 3, 7]
 
@@ -46,17 +54,51 @@ def pack(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch
     return packed.contiguous().view(-1), scales.t().contiguous()
 
 
+@functools.cache
+def _fastest(outputs: int, inputs: int, device: torch.device) -> tuple[int, ...]:
+    codes = torch.zeros(outputs * inputs // 2, dtype=torch.uint8, device=device)
+    scales = torch.ones(inputs // GROUP, outputs, dtype=torch.bfloat16, device=device)
+    # Weights come from memory, as they do in a model, and not from the cache.
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+    fastest = []
+    for rows in ROWS:
+        x = torch.zeros(rows, inputs, dtype=torch.bfloat16, device=device)
+        times = []
+        for variant in range(VARIANTS):
+            multiply(x, codes, scales, variants=(variant,) * len(ROWS), dependent=False)
+            runs = []
+            for _ in range(RUNS):
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                flush.zero_()
+                begin.record()
+                multiply(x, codes, scales, variants=(variant,) * len(ROWS), dependent=False)
+                end.record()
+                end.synchronize()
+                runs.append(begin.elapsed_time(end))
+            times.append(sorted(runs)[RUNS // 2])
+        fastest.append(times.index(min(times)))
+    return tuple(fastest)
+
+
+def tune(codes: torch.Tensor, scales: torch.Tensor) -> tuple[int, ...]:
+    """The fastest variant of the kernel for packed weights of this shape, for each of ROWS; measured once."""
+    blocks, outputs = scales.shape
+    with torch.cuda.device(codes.device):
+        return _fastest(outputs, blocks * GROUP, codes.device)
+
+
 def multiply(
     x: torch.Tensor,
     codes: torch.Tensor,
     scales: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
+    variants: tuple[int, ...] = DEFAULT_VARIANTS,
     dependent: bool = True,
 ) -> torch.Tensor:
     """x [T, K] times packed weights: [T, N] bfloat16, summed in float32. T is 1 to MOST_ROWS.
 
-    x: bfloat16, dense rows at multiples of 16 bytes. bias: [N] bfloat16. dependent: the kernel may start,
+    x: bfloat16, dense rows at multiples of 16 bytes. bias: [N] bfloat16. variants: of `tune`. dependent: the kernel may start,
     and read weights, before the one before it in the stream has ended; nothing may be writing weights then.
     Raises ValueError for shapes that the kernel cannot serve, RuntimeError where compiling fails.
     """
@@ -79,5 +121,5 @@ def multiply(
     out = torch.empty(rows, outputs, dtype=x.dtype, device=x.device)
     function = cuda_build.tvm_function("multiply_few_rows")
     with torch.cuda.device(x.device):
-        function(x, codes, scales, bias, out, int(dependent))
+        function(x, codes, scales, bias, out, variants[rows > ROWS[0]], int(dependent))
     return out

@@ -85,13 +85,15 @@ def test_the_product_of_few_rows_is_the_dequantised_weights(shape, tokens):
     fast, slow = FewRowsLinear(weight), ReferenceLinear(weight, 4)._weight.double()
     want = x.double() @ slow.T
     bound = 0.002 * (x.double().abs() @ slow.T.abs())
-    from sgl_kernel_ext.few_rows import multiply
+    from sgl_kernel_ext.few_rows import VARIANTS, multiply
 
-    for with_bias in (None, bias):
-        found = multiply(x, fast._codes, fast._scales, with_bias).double()
-        right = want if with_bias is None else want + bias.double()
-        assert ((found - right).abs() <= bound + right.abs() / 200).all()
-    assert torch.equal(fast(x.contiguous()[None], bias)[0], multiply(x, fast._codes, fast._scales, bias))
+    for variant in range(VARIANTS):
+        for with_bias in (None, bias):
+            found = multiply(x, fast._codes, fast._scales, with_bias, variants=(variant, variant))
+            right = want if with_bias is None else want + bias.double()
+            assert ((found.double() - right).abs() <= bound + right.abs() / 200).all()
+    tuned = multiply(x, fast._codes, fast._scales, bias, variants=fast._variants)
+    assert torch.equal(fast(x.contiguous()[None], bias)[0], tuned)
 
 
 def test_bad_operands_of_few_rows_are_named():

@@ -64,13 +64,19 @@ int check(int rows, int outputs, int blocks, bool with_bias, unsigned seed) {
 int main() {
   using sparsespec::FewRowsConfig;
   int wrong = 0; //                          rows outputs blocks bias
-  wrong += check<FewRowsConfig<1, 8>>(1, 64, 8, false, 1);
-  wrong += check<FewRowsConfig<1, 8>>(8, 96, 37, true, 2); // the last turn is not full
-  wrong += check<FewRowsConfig<1, 16>>(3, 32, 5, true, 3); // warps without a block
-  wrong += check<FewRowsConfig<1, 16>>(5, 64, 96, false, 4);
-  wrong += check<FewRowsConfig<2, 8>>(16, 64, 17, true, 5);
-  wrong += check<FewRowsConfig<2, 16>>(9, 64, 32, false, 6);
-  wrong += check<FewRowsConfig<2, 16>>(13, 32, 2, true, 7);
+  wrong += check<FewRowsConfig<1, 2, 2, 8>>(1, 64, 8, false, 1);
+  wrong += check<FewRowsConfig<1, 2, 2, 8>>(8, 96, 37, true, 2); // the last turn is not full
+  wrong += check<FewRowsConfig<1, 2, 2, 16>>(3, 32, 5, true, 3); // warps without a block
+  wrong += check<FewRowsConfig<1, 2, 4, 16>>(5, 64, 96, false, 4);
+  wrong += check<FewRowsConfig<1, 2, 4, 8>>(5, 64, 33, false, 8);
+  wrong += check<FewRowsConfig<1, 1, 2, 8>>(2, 96, 17, true, 9);
+  wrong += check<FewRowsConfig<1, 1, 4, 8>>(7, 64, 45, false, 10);
+  wrong += check<FewRowsConfig<1, 1, 2, 16>>(6, 32, 40, false, 11);
+  wrong += check<FewRowsConfig<1, 1, 4, 16>>(8, 32, 70, true, 12);
+  wrong += check<FewRowsConfig<2, 2, 2, 8>>(16, 64, 17, true, 5);
+  wrong += check<FewRowsConfig<2, 2, 4, 16>>(9, 64, 32, false, 6);
+  wrong += check<FewRowsConfig<2, 1, 2, 16>>(13, 32, 2, true, 7);
+  wrong += check<FewRowsConfig<2, 1, 4, 8>>(16, 96, 50, true, 13);
   std::printf(wrong ? "%d elements are wrong\n" : "all cases agree with the reference\n", wrong);
   return wrong != 0;
 }
