@@ -3,9 +3,10 @@
     python benchmark/kernels/bench.py --out kernels.json --png kernels.png
 
 Bandwidth of the card first; then attention of verify and draft rows (FA3, FlashInfer, ours), scores,
-selection and the small kernels of a round. Times come from CUDA graphs of ten launches, median of 20 replays;
-launches take turns among slots of a 4 GiB KV pool. Results are checked before they are timed. What is not
-installed is skipped, and the reason is shown. Needs torch; sgl-kernel, flashinfer and triton are optional.
+selection, the small kernels of a round, and the products of a layer's weights with draft rows. Times come
+from CUDA graphs of ten launches, median of 20 replays; launches take turns among slots of a 4 GiB KV pool.
+Results are checked before they are timed. What is not installed is skipped, and the reason is shown. Needs
+torch; sgl-kernel, flashinfer and triton are optional.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from typing import Any
 import torch
 from attention import Case, NotHereError, draft_cases, verify_cases
 from kernel_report import draw, line_of, text_table
+from products import product_cases
 from rows import POOL_SLOTS, KvPool, make_rows
 from selection import round_cases, score_cases, select_cases
 from shapes import DRAFT, SMOKE_DRAFT, SMOKE_VERIFY, VERIFY, draft_name
 from timing import bandwidth, time_us
 
 ROOT = Path(__file__).parents[2]
-GROUPS = ("verify", "draft", "score", "select", "round")
+GROUPS = ("verify", "draft", "score", "select", "round", "product")
 
 
 def cases(args: argparse.Namespace, device: torch.device) -> Iterator[Case]:
@@ -48,6 +50,8 @@ def cases(args: argparse.Namespace, device: torch.device) -> Iterator[Case]:
         yield from select_cases(shape, device, **layers)
     for shape in verify[:1] if "round" in args.only else ():
         yield from round_cases(shape, device, **layers)
+    if "product" in args.only:
+        yield from product_cases(device, smoke=args.smoke)
 
 
 def time_case(case: Case, device: torch.device, read: float) -> dict[str, Any]:
