@@ -33,6 +33,9 @@ MARLIN_ROWS = 32
 INT4_ROWS = 16
 ANY_ROWS = 1 << 30
 FP8_FROM = (8, 9)  # compute capability
+# Beyond so many rows the product is faster where they are a multiple of the step: 40 take 67 us on an H200, 48
+# 63 (the products of a layer of the 8B shape).
+FP8_ANY_ROWS, FP8_ROW_STEP = 32, 16
 FP8_LARGEST = torch.finfo(torch.float8_e4m3fn).max
 # A scale below the one that holds the largest weight clips it, and rounds all others finer.
 SHRINKS = {8: (1.0,), 4: (1.0, 0.95, 0.9, 0.85, 0.8)}
@@ -251,8 +254,11 @@ class Fp8Linear:
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         from sgl_kernel_ext.row_quant import quantise_rows
 
-        codes, scales = quantise_rows(x.reshape(-1, x.shape[-1]).contiguous())
-        out = compat.multiply_fp8(codes, self._codes, scales, self._scales, dtype=x.dtype, bias=bias)
+        flat = x.reshape(-1, x.shape[-1]).contiguous()
+        rows = len(flat)
+        padded = rows if rows <= FP8_ANY_ROWS else -(-rows // FP8_ROW_STEP) * FP8_ROW_STEP
+        codes, scales = quantise_rows(flat, padded=padded)
+        out = compat.multiply_fp8(codes, self._codes, scales, self._scales, dtype=x.dtype, bias=bias)[:rows]
         return out.view(*x.shape[:-1], out.shape[-1])
 
 

@@ -22,18 +22,21 @@ def _quantise_row(x, codes, scales, width, LARGEST: tl.constexpr, PEAK: tl.const
     tl.store(scales + row, peak / LARGEST)
 
 
-def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise_rows(x: torch.Tensor, *, padded: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """A scale for each row, such that its largest value is the largest that float8_e4m3fn holds.
 
     Args:
         x: [T, K], contiguous, of a floating type.
+        padded: rows of the result; those beyond T hold anything, NaN too. T by default.
 
     Returns:
-        codes: [T, K] float8_e4m3fn. scales: [T, 1] float32; codes * scales is x, to 3 bits of mantissa.
+        codes: [padded, K] float8_e4m3fn. scales: [padded, 1] float32; codes * scales is x, to 3 bits of
+        mantissa.
     """
     rows, width = x.shape
-    codes = torch.empty_like(x, dtype=torch.float8_e4m3fn)
-    scales = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
+    total = rows if padded is None else padded
+    codes = torch.empty(total, width, dtype=torch.float8_e4m3fn, device=x.device)
+    scales = torch.empty(total, 1, dtype=torch.float32, device=x.device)
     if rows:
         block = triton.next_power_of_2(width)
         warps = min(16, max(1, block // 1024))

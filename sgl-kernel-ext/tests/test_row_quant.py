@@ -31,3 +31,12 @@ def test_the_largest_value_is_kept_and_zeros_stay_zeros(device, dtype):
     assert back.isfinite().all()
     assert torch.equal(back[0], torch.zeros_like(back[0]))
     torch.testing.assert_close(back[1], x[1].float())
+
+
+def test_rows_that_are_padded_leave_the_others_alone(device, dtype):
+    x = torch.randn(3, 256, device=device).to(dtype)
+    codes, scales = quantise_rows(x, padded=16)
+    assert codes.shape == (16, 256) and scales.shape == (16, 1)
+    want_codes, want_scales = quantise_rows(x)
+    assert torch.equal(codes[:3].view(torch.uint8), want_codes.view(torch.uint8))
+    assert torch.equal(scales[:3], want_scales)

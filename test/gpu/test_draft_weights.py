@@ -42,7 +42,7 @@ def test_the_product_is_the_dequantised_weights(kernel, kind, shape, tokens):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("tokens", [0, 1, 7, 48, 96, 300])
+@pytest.mark.parametrize("tokens", [0, 1, 7, 33, 48, 96, 300])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_fp8_product_is_the_rounded_weights_by_the_rounded_rows(shape, tokens, dtype):
     if not torch.cuda.is_available():
