@@ -257,7 +257,7 @@ class SparseSpecWorker(BaseSpecWorker):
             "plain_step_us": round(self.timer.mean_us("plain"), 1),
             "mixed_micro_step_us": round(self.timer.mean_us("mixed"), 1),
             "round_us": round(self.timer.mean_us(ROUND), 1),
-            "key_ns": self.learner.costs.describe() if self.learner else {},
+            "costs": self.learner.costs.describe() if self.learner else {},
             "adapts": self.adapts,
             "eager_micro_steps": self.rounds.eager_micro_steps,
             "cuda_graph_batch_sizes": self.graph_batch_sizes,

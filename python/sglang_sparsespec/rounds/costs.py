@@ -1,12 +1,13 @@
 """What a micro-step costs: measured at start-up for every graph, and corrected by what rounds really take.
 
-    time(micro-step) = time(its graph over empty slots) + keys read * time(a key)
+    time(micro-step) = time(its graph over empty slots) + keys read * time(a key) + offset
     time(round) = its micro-steps + what is left
 
-The first term holds weights, products and launches; the second the KV cache, which empty slots do not read,
-and selection. Drafts, verifications, plain steps and micro-steps of both kinds have a time of a key each: few
-verifications at a time, for one, do not fill a GPU. What is left (the host, copies, what the first two terms
-get wrong at a size) is learnt from the time between the ends of rounds, for each kind and size of batch.
+The first term holds weights, products and launches; the second the KV cache, which empty slots do not read.
+The offset is what these get wrong (selection, a GPU that few requests do not fill, clocks under load): the
+median of what was measured lately, for each kind of micro-step and size of batch. It is no factor on keys, or
+an error of the first term would be taken for one of theirs, and grow and shrink with them. What is left of a
+round (the host, copies) is learnt from the time between the ends of rounds.
 """
 
 from __future__ import annotations
@@ -18,14 +19,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 KINDS = ("draft", "verify", "plain", "mixed")
-# Attention kernels of decoding reach about this share of a plain sum's bandwidth; a start value only.
+WAYS = ("plain", "lockstep", "unified")
+# Attention kernels of decoding reach about this share of a plain copy's bandwidth.
 ATTENTION_SHARE = 0.85
 # A value is the median of its last measurements, so that what ran beside a few of them (a prefill's tail, a
 # compiler, nobody who asked) does not matter.
 LATEST = 9
 FEWEST = 3  # measurements that are believed
-# Fewer keys than this cost less than the noise of a measurement.
-KEYS_WORTH_MEASURING = 4096
+
+Kind = int | str  # of a graph: the tokens of a verify slot, 0 for drafts alone, "mixed" for both at once
 
 
 @dataclass(frozen=True)
@@ -46,17 +48,18 @@ class StepCosts:
     """Microseconds of micro-steps and rounds.
 
     Args:
-        graphs: {kind: [(slots, microseconds over empty slots)]}. A kind is the tokens of a verify slot, 0 for
-            drafts alone, or "mixed" for drafts and verifications of a unified round.
+        graphs: {kind: [(slots, microseconds over empty slots)]}.
         key_us: microseconds to read one key and value of all layers.
     """
 
-    graphs: Mapping[int | str, list[tuple[int, float]]]
+    graphs: Mapping[Kind, list[tuple[int, float]]]
     key_us: float
     widths: list[int] = field(init=False)  # tokens of a verify slot that were measured, ascending
-    _key_us: dict[str, float] = field(init=False)
-    _rest_us: dict[tuple[str, int], float] = field(init=False, default_factory=dict)
-    _latest: dict[Any, deque[float]] = field(init=False, default_factory=dict)
+    # By kind, or way to make a round, and size of batch.
+    _offsets: dict[tuple[Kind, int], float] = field(init=False, default_factory=dict)
+    _rests: dict[tuple[str, int], float] = field(init=False, default_factory=dict)
+    _latest: dict[tuple[Kind, int], deque[float]] = field(init=False, default_factory=dict)
+    _rounds: dict[tuple[str, int], deque[tuple[Load, int, float]]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         for kind, points in self.graphs.items():
@@ -64,7 +67,6 @@ class StepCosts:
             if not points:
                 raise ValueError(f"no graph of width {kind} was measured.")
         self.widths = sorted(kind for kind in self.graphs if isinstance(kind, int) and kind)
-        self._key_us = dict.fromkeys(KINDS, self.key_us)
 
     @property
     def knows_unified(self) -> bool:
@@ -72,12 +74,12 @@ class StepCosts:
 
     def draft_us(self, rows: int, keys: float) -> float:
         """One draft micro-step of `rows` requests that attend to `keys` keys together."""
-        return self._over_empty(0, rows) + keys * self._key_us["draft"]
+        return self._modelled(0, rows, keys) + self._offset(0, rows)
 
     def verify_us(self, rows: int, drafts: int, keys: float) -> float:
         """The verification of `drafts` drafts each over `keys` keys together; without drafts a plain step."""
-        kind = "verify" if drafts else "plain"
-        return self._over_empty(self._width(drafts), rows) + keys * self._key_us[kind]
+        width = self._width(drafts)
+        return self._modelled(width, rows, keys) + self._offset(width, rows)
 
     def round_us(self, load: Load, drafts: int) -> float:
         """A lockstep round of `drafts` drafts each; none: one plain decoding step."""
@@ -103,18 +105,32 @@ class StepCosts:
         return verify + drafts * self.draft_us(load.rows, load.selected) if drafts else verify
 
     def _unified_us(self, load: Load, stride: int) -> float:
-        selected = load.selected * stride * self._key_us["draft"]
-        return (
-            (stride + 1) * self._over_empty("mixed", load.rows) + load.keys * self._key_us["mixed"] + selected
-        )
+        step = self._modelled("mixed", load.rows, self._mixed_keys(load, stride))
+        return (stride + 1) * (step + self._offset("mixed", load.rows))
+
+    def _mixed_keys(self, load: Load, stride: int) -> float:
+        """Keys that a micro-step of a unified round reads: one request in k+1 verifies."""
+        return (load.keys + load.selected * stride) / (stride + 1)
+
+    def _modelled(self, kind: Kind, rows: int, keys: float) -> float:
+        return self._over_empty(kind, rows) + keys * self.key_us
+
+    def _offset(self, kind: Kind, rows: int) -> float:
+        size = rows.bit_length()
+        if (kind, size) in self._offsets or not isinstance(kind, int) or kind <= 1:
+            return self._offsets.get((kind, size), 0.0)
+        # Of a width that was not seen yet: what the nearest one gets wrong.
+        seen = [width for width in self.widths if width > 1 and (width, size) in self._offsets]
+        nearest = min(seen, key=lambda width: abs(width - kind), default=None)
+        return 0.0 if nearest is None else self._offsets[nearest, size]
 
     def _rest(self, rows: int, drafts: int, *, unified: bool) -> float:
-        return self._rest_us.get((_way(drafts, unified), rows.bit_length()), 0.0)
+        return self._rests.get((_way(drafts, unified), rows.bit_length()), 0.0)
 
     def _width(self, drafts: int) -> int:
         return next((width for width in self.widths if width > drafts), self.widths[-1])
 
-    def _over_empty(self, kind: int | str, rows: int) -> float:
+    def _over_empty(self, kind: Kind, rows: int) -> float:
         points = self.graphs[kind]
         at = bisect.bisect_left(points, (rows, 0.0))
         if at < len(points):
@@ -124,43 +140,58 @@ class StepCosts:
 
     def correct(self, kind: str, load: Load, drafts: int, us: float) -> None:
         """Learn from one micro-step, of KINDS, that took `us` in a round of so many drafts."""
-        if kind == "draft":
-            base, keys = self._over_empty(0, load.rows), float(load.selected)
-        elif kind == "mixed":
-            keys = load.keys / (drafts + 1)
-            drafted = load.selected * drafts / (drafts + 1) * self._key_us["draft"]
-            base = self._over_empty("mixed", load.rows) + drafted
-        else:
-            base, keys = self._over_empty(self._width(drafts), load.rows), float(load.keys)
-        if keys < KEYS_WORTH_MEASURING:
-            return
-        if (middle := self._middle(kind, max(us - base, 0.0) / keys)) is not None:
-            self._key_us[kind] = middle
+        graph: Kind = 0 if kind == "draft" else kind if kind == "mixed" else self._width(drafts)
+        keys = {"draft": load.selected, "mixed": self._mixed_keys(load, drafts)}.get(kind, load.keys)
+        at = graph, load.rows.bit_length()
+        latest = self._latest.setdefault(at, deque(maxlen=LATEST))
+        latest.append(us - self._modelled(graph, load.rows, keys))
+        if len(latest) >= FEWEST:
+            self._offsets[at] = _middle(latest)
+            self._find_rests(load.rows.bit_length())
 
     def correct_round(self, load: Load, drafts: int, us: float, *, unified: bool) -> None:
         """Learn from a round that ended `us` after the one before it."""
-        modelled = self._unified_us(load, drafts) if unified else self._lockstep_us(load, drafts)
-        at = _way(drafts, unified), load.rows.bit_length()
-        if (middle := self._middle(at, us - modelled)) is not None:
-            self._rest_us[at] = middle
+        size = load.rows.bit_length()
+        at = _way(drafts, unified), size
+        self._rounds.setdefault(at, deque(maxlen=LATEST)).append((load, drafts, us))
+        self._find_rests(size, at[0])
 
-    def _middle(self, at: Any, value: float) -> float | None:
-        """The median of the last measurements of `at`, `value` included, once there are enough."""
-        latest = self._latest.setdefault(at, deque(maxlen=LATEST))
-        latest.append(value)
-        return sorted(latest)[len(latest) // 2] if len(latest) >= FEWEST else None
+    def _find_rests(self, size: int, only: str | None = None) -> None:
+        """What is left of the last rounds, once what is known of their micro-steps is taken away."""
+        for way in (only,) if only else WAYS:
+            rounds = self._rounds.get((way, size), ())
+            if len(rounds) >= FEWEST:
+                modelled = self._unified_us if way == "unified" else self._lockstep_us
+                self._rests[way, size] = _middle([us - modelled(load, drafts) for load, drafts, us in rounds])
 
-    def learnt(self) -> tuple[dict[str, float], dict[tuple[str, int], float]]:
+    def learnt(self) -> tuple[dict[tuple[Kind, int], float], dict[tuple[str, int], float]]:
         """What measurements have changed, for `take`."""
-        return dict(self._key_us), dict(self._rest_us)
+        return dict(self._offsets), dict(self._rests)
 
-    def take(self, learnt: tuple[dict[str, float], dict[tuple[str, int], float]]) -> None:
+    def take(self, learnt: tuple[dict[tuple[Kind, int], float], dict[tuple[str, int], float]]) -> None:
         """Replace what was learnt by what another rank has learnt."""
-        self._key_us, self._rest_us = dict(learnt[0]), dict(learnt[1])
+        self._offsets, self._rests = dict(learnt[0]), dict(learnt[1])
 
-    def describe(self) -> dict[str, float]:
-        """Nanoseconds of a key by kind, for `/server_info`."""
-        return {kind: round(1e3 * us, 4) for kind, us in self._key_us.items()}
+    def describe(self) -> dict[str, Any]:
+        """For `/server_info`: nanoseconds of a key, and microseconds that were learnt, by size of batch."""
+        steps = {f"{_name(kind)}, {_sizes(size)}": us for (kind, size), us in self._offsets.items()}
+        rounds = {f"{way} round, {_sizes(size)}": us for (way, size), us in self._rests.items()}
+        learnt = {name: round(us, 1) for name, us in sorted({**steps, **rounds}.items())}
+        return {"key_ns": round(1e3 * self.key_us, 3), "learnt_us": learnt}
+
+
+def _name(kind: Kind) -> str:
+    return {0: "draft", 1: "plain", "mixed": "mixed"}.get(kind, f"verify of {kind} tokens")
+
+
+def _sizes(size: int) -> str:
+    """The batch sizes of so many bits."""
+    low, high = 1 << (size - 1), (1 << size) - 1
+    return str(low) if low == high else f"{low}-{high}"
+
+
+def _middle(values: Sequence[float]) -> float:
+    return sorted(values)[len(values) // 2]
 
 
 def _way(drafts: int, unified: bool) -> str:

@@ -10,6 +10,7 @@ from sglang_sparsespec.rounds.costs import KINDS, Load, StepCosts
 
 ROUND = "round"  # the phase from the end of one round to the end of the next
 SHARE_EVERY = 64  # rounds
+LISTEN_EVERY = 4  # rounds: each one that is heard costs the host a few microseconds
 
 
 class Timed(NamedTuple):
@@ -34,12 +35,16 @@ class CostLearner:
         self._own = copy.deepcopy(costs) if share else costs
         self._share = share
         self._rounds = 0
+        self._heard = 0
 
     def heard(self, phase: str, seconds: float, note: Timed | None) -> None:
         """A phase took so long; `note` is what it was part of."""
         if note is None:
             return
         if phase == ROUND:
+            self._heard += 1
+            if self._heard % LISTEN_EVERY:
+                return
             self._own.correct_round(note.load, note.drafts, 1e6 * seconds, unified=note.unified)
         elif phase in KINDS:
             self._own.correct(phase, note.load, note.drafts, 1e6 * seconds)
