@@ -70,7 +70,7 @@ class Toy:
             stride=config.stride,
             schedule=config.schedule,
             score_every=config.score_every,
-            adapt=config.adapt == "on",
+            adapt=config.may_adapt,
         )
         generator = torch.Generator(device).manual_seed(1)
         self.rounds = ReplayedRounds(

@@ -54,13 +54,13 @@ class SparseSpecConfig:
     )
     schedule: str = _key(
         "lockstep",
-        "when the requests of a batch verify ('auto': either, by measured times; needs adapt 'on')",
+        "when the requests of a batch verify ('auto': either, by measured times)",
         choices=("lockstep", "unified", "auto"),
     )
     adapt: str = _key(
-        "off",
-        "fewer drafts, or none, where measured times say that it is faster",
-        choices=("off", "on"),
+        "auto",
+        "fewer drafts, or none, where measured times say that it is faster ('auto': where the attention can)",
+        choices=("auto", "on", "off"),
     )
     draft_support: int = _key(
         64, "most tokens a sampled draft is drawn from (temperature > 0)", low=1, high=4096
@@ -95,8 +95,8 @@ class SparseSpecConfig:
             )
         if self.adapt == "off" and self.schedule == "auto":
             raise ConfigError(
-                "schedule is 'auto', which chooses by measured times, and adapt is 'off'. Use adapt 'on', or "
-                "schedule 'lockstep' or 'unified'."
+                "schedule is 'auto', which chooses by measured times, and adapt is 'off'. Use adapt 'auto', "
+                "or schedule 'lockstep' or 'unified'."
             )
         if self.draft_weights != "model" and self.schedule == "unified":
             raise ConfigError(
@@ -104,6 +104,11 @@ class SparseSpecConfig:
                 "verifications share a forward pass and so its weights. Use schedule 'lockstep', or "
                 "draft_weights 'model'."
             )
+
+    @property
+    def may_adapt(self) -> bool:
+        """Whether rounds choose how many drafts they make, if the attention lets them."""
+        return self.adapt != "off" and self.schedule != "unified"
 
     def budget(self, length: int) -> int:
         """Tokens a draft row keeps of a context of `length` tokens, sinks and recent ones included."""

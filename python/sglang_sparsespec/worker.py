@@ -65,13 +65,14 @@ class SparseSpecWorker(BaseSpecWorker):
             name = server_args.served_model_name or server_args.model_path
             self.metrics.enable_prometheus({"model_name": name})
         # Rounds that adapt learn from what they time.
-        self.timer = PhaseTimer(self.device, sample=8 if self.adapts else 64)
+        self.timer = PhaseTimer(self.device, sample=8 if self.config.may_adapt else 64)
         # Every tensor-parallel rank draws the same numbers: same seed, same calls in the same order.
         self._seed = int(server_args.random_seed or 0)
         self._generator = torch.Generator(device=self.device).manual_seed(self._seed)
         self.graph_batch_sizes: list[int] = []
         self.policy: RoundPolicy = FixedPolicy(self.config.stride)
         self.learner: CostLearner | None = None  # where rounds adapt
+        self.device_planned = False  # whether the attention takes lengths from the device
         # Before the KV pool is sized, so that it leaves them their memory.
         self.draft_weights = self._make_draft_weights()
 
@@ -138,6 +139,7 @@ class SparseSpecWorker(BaseSpecWorker):
         req_to_token = runner.req_to_token_pool.req_to_token
         attention = make_attention(self.config, runner, req_to_token)
         self.attention_name = attention.name
+        self.device_planned = isinstance(attention, PagedAttention)
         device_rounds = self._device_rounds(attention) if isinstance(attention, PagedAttention) else None
         runner.attn_backend = SparseSpecAttentionBackend(
             inner=runner.attn_backend,
@@ -184,11 +186,11 @@ class SparseSpecWorker(BaseSpecWorker):
         self, device_rounds: DeviceRounds | None, req_to_token: torch.Tensor
     ) -> EagerRounds | ReplayedRounds:
         if device_rounds is None:
-            if self.adapts:
+            if self.config.adapt == "on":
                 raise ConfigError(
                     f"SPARSESPEC: adapt is 'on', but attention {self.attention_name!r} plans its rounds on "
                     "the host, where all have k drafts. Use attention 'fused', 'fa3', 'triton' or "
-                    "'torch_paged', or adapt 'off'."
+                    "'torch_paged', or adapt 'auto' or 'off'."
                 )
             return EagerRounds(self.config, self.state, req_to_token, self._forward_eager, self._generator)
         from sglang_sparsespec.rounds.replayed import ReplayedRounds
@@ -203,7 +205,7 @@ class SparseSpecWorker(BaseSpecWorker):
     @property
     def adapts(self) -> bool:
         """Whether rounds choose how many drafts they make."""
-        return self.config.adapt == "on"
+        return self.config.may_adapt and self.device_planned
 
     def _plan_keys(self, sizes: list[int]) -> tuple[list[GraphKey], list[int]]:
         from sglang_sparsespec.rounds.graphs import plan_keys

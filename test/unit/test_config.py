@@ -56,7 +56,7 @@ def test_every_key_can_be_given():
         "draft_support": 5,
         "attention": "torch",
         "draft_weights": "model",
-        "adapt": "off",
+        "adapt": "auto",
         "score_layer_stride": 2,
         "score_every": 3,
         "debug_drafts": "wrong",
@@ -310,10 +310,13 @@ def test_the_budget_never_shrinks_nor_exceeds_the_context(ratio):
 def test_adapting_and_unified_exclude_each_other():
     with refused("adapt is 'on'", "schedule is 'unified'", "Use schedule 'lockstep'"):
         resolve({"adapt": "on", "schedule": "unified"})
-    assert resolve({"adapt": "off", "schedule": "unified"}).schedule == "unified"
-    with refused("schedule is 'auto'", "adapt is 'off'", "Use adapt 'on'"):
-        resolve({"schedule": "auto"})
-    assert resolve({"adapt": "on", "schedule": "auto"}).schedule == "auto"
+    assert not resolve({"schedule": "unified"}).may_adapt
+    assert not resolve({"adapt": "off"}).may_adapt
+    with refused("schedule is 'auto'", "adapt is 'off'", "Use adapt 'auto'"):
+        resolve({"adapt": "off", "schedule": "auto"})
+    assert resolve({"adapt": "on", "schedule": "auto"}).may_adapt
+    assert resolve({"schedule": "auto"}).may_adapt
+    assert resolve({}).may_adapt
 
 
 def test_budgets_of_many_are_those_of_each():

@@ -111,7 +111,7 @@ def test_every_field_of_server_info_is_told():
     worker.config = config.SparseSpecConfig()
     worker.attention_name, worker.state_bytes, worker.graph_batch_sizes = "torch", 1, []
     worker.rounds, worker.draft_weights = SimpleNamespace(eager_micro_steps=0), None
-    worker.learner = None
+    worker.learner, worker.device_planned = None, False
     worker.timer = metrics.PhaseTimer("cpu")
     worker.metrics = metrics.AcceptanceMetrics(2)
     told = table_rows(read("metrics.md").split("\n## The server")[1].split("\n## ")[0])[1:]
