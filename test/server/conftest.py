@@ -54,6 +54,7 @@ PLAN = [
         stride=8,
         min_tokens=32,
         attention="torch_paged",
+        adapt="off",
         args=("--context-length", "160"),
     ),
     _spec(
@@ -76,7 +77,7 @@ PLAN = [
         env=OPTIMIZED,
         args=("--tp", "2"),
     ),
-    _spec("wrong-k8-llama", "llama", stride=8, debug_drafts="wrong", attention="torch_paged"),
+    _spec("wrong-k8-llama", "llama", stride=8, debug_drafts="wrong", attention="torch_paged", adapt="off"),
 ]
 
 
