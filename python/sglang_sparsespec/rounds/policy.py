@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-
 from sglang_sparsespec.rounds.costs import Load, StepCosts
 
 # What the acceptance of a draft is taken for before any was seen, and how many drafts that weighs: more than
@@ -68,8 +66,14 @@ class FixedPolicy:
 
 def above(values: Sequence[int], count: int) -> list[int]:
     """How many values exceed 0, 1, ... count - 1."""
-    found = np.bincount(np.clip(np.asarray(values, dtype=np.int64), 0, count), minlength=count + 1)
-    return found[:0:-1].cumsum()[::-1].tolist()
+    found = [0] * (count + 1)
+    for value in values:  # some tens: arrays would take longer
+        found[(value if value < count else count) if value > 0 else 0] += 1
+    total, sums = 0, []
+    for value in range(count, 0, -1):
+        total += found[value]
+        sums.append(total)
+    return sums[::-1]
 
 
 class Acceptance:
@@ -81,11 +85,10 @@ class Acceptance:
 
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
         """A round's outcome: drafts made and drafts accepted of each request."""
-        made, kept = np.asarray(drafted, dtype=np.int64), np.asarray(accepted, dtype=np.int64)
         # A draft was reached if it was made and all before it were accepted.
-        last = np.minimum(made - 1, kept) + 1
+        last = [kept + 1 if kept < made else made for made, kept in zip(drafted, accepted, strict=True)]
         stride = len(self._reached)
-        counts = zip(above(last, stride), above(kept, stride), strict=True)
+        counts = zip(above(last, stride), above(accepted, stride), strict=True)
         for position, (reached, good) in enumerate(counts):
             # What was seen long ago still stands, but weighs no more than what was seen never.
             weight = max(MEMORY, PRIOR_WEIGHT / self._reached[position])
