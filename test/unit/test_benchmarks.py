@@ -592,3 +592,10 @@ def test_the_round_kernels_are_given_the_buffers_that_they_take(load):
     assert made.step.first.tolist() == [64, 64]
     rounds_reference.finish_greedy(made.step, made.state, made.picked, made.out_tokens, made.out_len)
     assert (made.out_len > 0).all(), "every slot is taken by a request"
+
+
+def test_planning_is_timed_part_by_part(load: Any) -> None:
+    times = load("planning").measure(3, 4, rounds=20)
+    assert list(times) == ["budgets", "load", "choice", "plan", "counts", "outcome", "learning", "all"]
+    assert all(us > 0 for us in times.values())
+    assert times["all"] > times["plan"]

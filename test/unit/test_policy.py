@@ -286,15 +286,26 @@ def test_the_choice_is_the_fastest_of_all_by_the_slow_way():
         assert speeds[chosen] * 1.031 > max(speeds.values())
 
 
-def test_small_gains_and_short_times_change_nothing():
-    policy = with_acceptance(0.9)
-    assert settle(policy, load(48, 15_360)).drafts > 0
-    quiet, busy = load(1, 500), load(48, 15_360)
-    choices = [policy.choose(quiet) for _ in range(3)]
-    assert choices[0].drafts == 0, "long enough at the last choice"
-    back = [policy.choose(busy).drafts for _ in range(DWELL + 2)]
-    assert back[: DWELL - 4] == [0] * (DWELL - 4), "not at once again"
-    assert back[-1] > 0
+def test_small_gains_and_short_times_change_nothing_large_ones_do_at_once(monkeypatch):
+    policy, at = with_acceptance(0.9), load(8, 4000)
+    tokens = policy.acceptance.expected()
+    speeds = {(0, False): 1.0, (4, False): 1.0, (8, False): 1.0}  # of each way, told to the policy as times
+
+    def choose(**changes):
+        speeds.update({(int(name[1:]), False): speed for name, speed in changes.items()})
+        times = {way: tokens[way[0]] / speed for way, speed in speeds.items()}
+        monkeypatch.setattr(policy, "_times", lambda load: times)
+        return [policy.choose(at).drafts for _ in range(2 * DWELL)]
+
+    assert choose(n4=2.0)[-1] == 4
+    assert set(choose(n8=2.04)) == {4}, "2% are not enough"
+    moved = choose(n8=2.1)
+    assert moved[-1] == 8
+    policy._since = 0
+    moved = choose(n4=2.25)
+    assert moved[:DWELL] == [8] * DWELL and moved[-1] == 4, "7% are, after a while"
+    policy._since = 0
+    assert set(choose(n0=2.6)) == {0}, "16% are at once"
 
 
 def test_plain_decoding_looks_again_from_time_to_time_where_acceptance_was_the_reason():

@@ -156,6 +156,10 @@ class StepCosts:
         self._rounds.setdefault(at, deque(maxlen=LATEST)).append((load, drafts, us))
         self._find_rests(size, at[0])
 
+    def knows_rounds(self, load: Load, drafts: int, *, unified: bool) -> bool:
+        """Whether many rounds of this kind and size have been measured."""
+        return len(self._rounds.get((_way(drafts, unified), load.rows.bit_length()), ())) == LATEST
+
     def _find_rests(self, size: int, only: str | None = None) -> None:
         """What is left of the last rounds, once what is known of their micro-steps is taken away."""
         for way in (only,) if only else WAYS:

@@ -10,7 +10,7 @@ from sglang_sparsespec.rounds.costs import KINDS, Load, StepCosts
 
 ROUND = "round"  # the phase from the end of one round to the end of the next
 SHARE_EVERY = 64  # rounds
-LISTEN_EVERY = 4  # rounds: each one that is heard costs the host a few microseconds
+LISTEN_EVERY = 4  # rounds of a known kind: each one that is heard costs the host some microseconds
 
 
 class Timed(NamedTuple):
@@ -43,7 +43,8 @@ class CostLearner:
             return
         if phase == ROUND:
             self._heard += 1
-            if self._heard % LISTEN_EVERY:
+            known = self._own.knows_rounds(note.load, note.drafts, unified=note.unified)
+            if known and self._heard % LISTEN_EVERY:
                 return
             self._own.correct_round(note.load, note.drafts, 1e6 * seconds, unified=note.unified)
         elif phase in KINDS:

@@ -17,12 +17,14 @@ from sglang_sparsespec.rounds.costs import Load, StepCosts
 # can be hoped for, so that positions are tried that fewer drafts would never reach.
 PRIOR, PRIOR_WEIGHT = 0.95, 8.0
 MEMORY = 0.98  # what a round's counts weigh a round later
+STALE_WEIGHT = 2.0  # drafts that all counts together weigh at least, long ago as they may be
 MARGIN = 1.03  # how much better another number of drafts must be; to plain decoding there is none
 PROMISE = 1.1  # what drafts must gain, were all of them accepted, for a look at whether they are
-DWELL = 8  # rounds before it may change again
-PROBE_EVERY = (
-    512  # rounds without a draft, or with fewer than k, between two that look what is accepted by now
-)
+COMPARE_EVERY = 4  # rounds of as many requests as the one before
+DWELL = 8  # rounds before it may change again, unless it was a bad choice:
+REGRET = 1.1  # how much better another number of drafts then is
+# Rounds without a draft, or with fewer than k, between two that look what is accepted by now.
+PROBE_EVERY = 512
 
 REASONS = (
     "fixed",  # by configuration
@@ -90,8 +92,8 @@ class Acceptance:
         stride = len(self._reached)
         counts = zip(above(last, stride), above(accepted, stride), strict=True)
         for position, (reached, good) in enumerate(counts):
-            # What was seen long ago still stands, but weighs no more than what was seen never.
-            weight = max(MEMORY, PRIOR_WEIGHT / self._reached[position])
+            # What was seen long ago still stands, until something is seen.
+            weight = max(MEMORY, STALE_WEIGHT / self._reached[position])
             self._reached[position] = weight * self._reached[position] + reached
             self._kept[position] = weight * self._kept[position] + good
 
@@ -123,18 +125,24 @@ class AdaptivePolicy:
         self._half = widths[1] - 1
         self._now = Choice(widths[-1] - 1, "faster", False)
         self._since = DWELL  # rounds since the last change
+        self._turn, self._rows = 0, 0
         self._unseen = 0  # rounds since the last one of k drafts; of plain steps, since any drafts
 
     def choose(self, load: Load) -> Choice:
         """The next round for requests of this load."""
         self._since += 1
+        self._turn += 1
+        # Contexts grow by a few tokens a round: nothing new until then.
+        if load.rows == self._rows and self._since > DWELL and self._turn % COMPARE_EVERY:
+            return self._probe() or self._now
+        self._rows = load.rows
         times = self._times(load)
         tokens = self.acceptance.expected()
         speeds = {way: tokens[way[0]] / us for way, us in times.items()}
         best, now = max(speeds, key=speeds.__getitem__), (self._now.drafts, bool(self._now.unified))
         if best == now:
             self._now = self._because(best, times)
-        elif self._since > DWELL:
+        elif self._since > DWELL or speeds[best] > REGRET * speeds[now]:
             margin = MARGIN if best[0] else 1.0
             if speeds[best] > margin * speeds[now]:
                 self._now, self._since = self._because(best, times), 0
