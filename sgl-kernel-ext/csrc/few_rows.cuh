@@ -57,8 +57,11 @@ struct FewRowsBlock {
   }
 };
 
-// Two bf16 integers -8 .. 7 of 4-bit codes: the lowest ones of the word's halves. 0x4300 is 128, whose last bits are ones.
-__device__ __forceinline__ uint32_t unpack_codes(uint32_t word) { return minus_136((word & 0x000f000fu) | 0x43004300u); }
+// Two bf16 numbers 128 .. 143 of 4-bit codes: the lowest ones of the word's halves. 0x4300 is 128, whose last bits are
+// ones. Codes stand for -8 .. 7; what is too much, 136 times the sum of the activations, is taken off a block at a time.
+__device__ __forceinline__ uint32_t unpack_codes(uint32_t word) { return (word & 0x000f000fu) | 0x43004300u; }
+constexpr float kTooMuch = 136.f;
+constexpr uint32_t kOnes = 0x3f803f80u; // two bf16 ones
 
 __device__ __forceinline__ uint32_t word_of(const uint4& piece, int index) {
   return index == 0 ? piece.x : index == 1 ? piece.y : index == 2 ? piece.z : piece.w;
@@ -88,6 +91,15 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtas) few_rows_kernel(const _
 #pragma unroll
         for (int piece = 0; piece < 4; ++piece) x[column][piece] = row < p.rows ? from[piece] : make_uint4(0, 0, 0, 0);
       }
+      float total[C::kColumns][4] = {}; // the sum of the block's activations, in every output's place
+#pragma unroll
+      for (int step = 0; step < 8; ++step)
+#pragma unroll
+        for (int column = 0; column < C::kColumns; ++column) {
+          const uint4& piece = x[column][step / 2];
+          const uint32_t ones[4] = {kOnes, kOnes, kOnes, kOnes};
+          mma(total[column], ones, word_of(piece, step % 2 * 2), word_of(piece, step % 2 * 2 + 1));
+        }
 #pragma unroll
       for (int tile = 0; tile < C::kTiles; ++tile) {
         float part[C::kColumns][4] = {};
@@ -106,7 +118,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kCtas) few_rows_kernel(const _
 #pragma unroll
         for (int column = 0; column < C::kColumns; ++column)
 #pragma unroll
-          for (int j = 0; j < 4; ++j) sums[tile][column][j] += part[column][j] * ahead[i].scales[tile][j / 2];
+          for (int j = 0; j < 4; ++j)
+            sums[tile][column][j] += (part[column][j] - kTooMuch * total[column][j]) * ahead[i].scales[tile][j / 2];
       }
       ahead[i].load(p, block + C::kAhead * C::kWarps);
     }

@@ -84,13 +84,6 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   return packed;
 }
 
-// Subtracts 136 from two bf16 numbers.
-__device__ __forceinline__ uint32_t minus_136(uint32_t x) {
-  uint32_t y;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;\n" : "=r"(y) : "r"(x), "r"(0x3f803f80u), "r"(0xc308c308u));
-  return y;
-}
-
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 __device__ __forceinline__ __nv_bfloat16 from_float(float x) { return __float2bfloat16(x); }
 

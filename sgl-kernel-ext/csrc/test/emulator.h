@@ -332,7 +332,6 @@ inline uint32_t to_bf16(float x) {
 inline uint32_t pack_bf16(float low, float high) { return to_bf16(low) | to_bf16(high) << 16; }
 inline float to_float(__nv_bfloat16 x) { return from_bf16(x.bits); }
 inline __nv_bfloat16 from_float(float x) { return {static_cast<uint16_t>(to_bf16(x))}; }
-inline uint32_t minus_136(uint32_t x) { return pack_bf16(from_bf16(x & 0xffffu) - 136.f, from_bf16(x >> 16) - 136.f); }
 inline uint4 load_streamed(const uint4* from) {
   const char* at = reinterpret_cast<const char*>(from);
   bool readable = false;
