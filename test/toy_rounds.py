@@ -127,8 +127,12 @@ class Toy:
         greedy: bool = True,
         drafts: int | None = None,
         unified: bool | None = None,
+        logprobs: bool = False,
     ) -> list[list[int]]:
-        """One round, of k drafts by default. On a GPU any wait for the device within it raises."""
+        """One round, of k drafts by default. On a GPU any wait for the device within it raises.
+
+        logprobs: also keep the verifications' logits in `self.logits`.
+        """
         count = len(pools)
         info = SimpleNamespace(
             temperatures=torch.full((count, 1), 1.0, device=self.device),
@@ -145,6 +149,7 @@ class Toy:
             seq_lens=torch.tensor([self.committed[p] for p in pools], device=self.device),
             req_pool_indices=torch.tensor(pools, device=self.device),
             sampling_info=info,
+            return_logprob=logprobs,
         )
         keys = [RequestKey(pool, 0) for pool in pools]
         plan = self.planner.plan_round(keys, drafts, unified=unified)
@@ -156,7 +161,7 @@ class Toy:
         finally:
             if self.device == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
-        lengths = outcome.lengths.tolist()
+        lengths, self.logits = outcome.lengths.tolist(), outcome.logits
         for pool, length in zip(pools, lengths, strict=True):
             self.committed[pool] += length
         assert outcome.committed.tolist() == [self.committed[p] for p in pools]

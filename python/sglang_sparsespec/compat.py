@@ -60,6 +60,7 @@ SIGNATURES = (
     "speculative.spec_registry.CustomSpecAlgo.__init__",
     "layers.quantization.unquant.UnquantizedLinearMethod.apply",
     "layers.logits_processor.LogitsProcessor._compute_lm_head",
+    "layers.logprob_processor.compute_spec_logprobs",
     "layers.quantization.marlin_utils.marlin_permute_scales",
     "layers.quantization.marlin_utils.marlin_make_workspace",
     "plugins.hook_registry.HookRegistry.register",
@@ -330,6 +331,24 @@ def model_logits(runner: Any, forward_batch: Any) -> Any:
     ):
         out = runner.model.forward(forward_batch.input_ids, forward_batch.positions, forward_batch)
     return out.next_token_logits
+
+
+def verified_logprobs(batch: Any, logits: Any, tokens: Any) -> Any:
+    """What the scheduler reads log-probabilities from, by SGLang's own convention of temperatures.
+
+    Args:
+        batch: SGLang's ScheduleBatch of a decode step. logits: [B, k+1, V] of verifications.
+        tokens: [B, k+1], whose undefined ones may be any number.
+    """
+    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.layers.logprob_processor import compute_spec_logprobs
+
+    _, width, vocabulary = logits.shape
+    output = LogitsProcessorOutput(next_token_logits=logits.view(-1, vocabulary))
+    chosen = tokens.clamp(0, vocabulary - 1).reshape(-1)
+    compute_spec_logprobs(batch, output, chosen, chain_stride=width)
+    output.next_token_logits = None
+    return output
 
 
 def plain_linears(model: Any) -> Iterator[Any]:

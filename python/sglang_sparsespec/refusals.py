@@ -134,10 +134,6 @@ def _sampling(field: str, neutral: Any) -> Callable[[Any], bool]:
     return lambda req: getattr(req.sampling_params, field, neutral) not in (neutral, None)
 
 
-def _wants_output_logprobs(req: Any) -> bool:
-    return bool(req.return_logprob) and (req.sampling_params.max_new_tokens or 0) > 1
-
-
 def _outside_vocabulary(req: Any) -> bool:
     ids = req.origin_input_ids
     return len(ids) > 0 and not (min(ids) >= 0 and max(ids) < req.vocab_size)
@@ -148,7 +144,6 @@ REQUEST_REFUSALS: tuple[Refusal, ...] = (
     Refusal("regex", _sampling("regex", None), "structured output"),
     Refusal("ebnf", _sampling("ebnf", None), "structured output"),
     Refusal("structural_tag", _sampling("structural_tag", None), "structured output"),
-    Refusal("return_logprob with max_new_tokens > 1", _wants_output_logprobs, "output log-probabilities"),
     Refusal("frequency_penalty", _sampling("frequency_penalty", 0.0), "penalties"),
     Refusal("presence_penalty", _sampling("presence_penalty", 0.0), "penalties"),
     Refusal("repetition_penalty", _sampling("repetition_penalty", 1.0), "penalties"),

@@ -340,7 +340,11 @@ class SparseSpecWorker(BaseSpecWorker):
         outcome = self.rounds.run(batch, keys, plan)
         self.timer.lap(ROUND)
         self.metrics.eager(self.rounds.eager_micro_steps)
+        logits = None
+        if outcome.logits is not None:
+            logits = compat.verified_logprobs(batch, outcome.logits, outcome.tokens)
         return GenerationBatchResult(
+            logits_output=logits,
             next_token_ids=outcome.tokens.reshape(-1),
             accept_lens=outcome.lengths,
             speculative_num_draft_tokens=self.config.stride + 1,

@@ -34,13 +34,20 @@ def test_the_plugin_changes_nothing_until_it_is_selected(references):
 
 
 def check_ids(server, spec, prompts, references, *, reasoner_tokens=120):
-    """Batch 1, then batch 7, each prompt's ids equal the reference, as far as it is looked at."""
+    """Batch 1, then batch 7 with log-probabilities: ids, and these, equal the reference, as far as
+    it is looked at."""
     tokens = reasoner_tokens if spec.model == "reasoner" else TOKENS[spec.model]
     wanted = [r["ids"][:tokens] for r in references[spec.model]]
     for prompt, ids in list(zip(prompts[spec.model], wanted, strict=True))[:2]:
         assert ids_of(generate(server, [prompt], max_new_tokens=tokens, ignore_eos=False)) == [ids]
-    replies = generate(server, prompts[spec.model][:7], max_new_tokens=tokens, ignore_eos=False)
+    replies = generate(
+        server, prompts[spec.model][:7], max_new_tokens=tokens, ignore_eos=False, return_logprob=True
+    )
     assert ids_of(replies) == wanted[:7]
+    for reply, reference in zip(replies, references[spec.model], strict=False):
+        found = reply["meta_info"]["output_token_logprobs"]
+        assert [entry[1] for entry in found] == reply["output_ids"]
+        assert [entry[0] for entry in found] == pytest.approx(reference["logprobs"][: len(found)], abs=1e-3)
     return replies
 
 
@@ -144,6 +151,46 @@ def streams_without_gaps(server, prompts, references):
     assert references["reasoner"][0]["text"].startswith(last["text"])
 
 
+def logprobs_of_every_kind(server, prompts, references):
+    """Top tokens, given tokens and a stream tell the same log-probabilities, one of each output token."""
+    payload = {
+        "input_ids": prompts["reasoner"][1],
+        "sampling_params": {"temperature": 0, "max_new_tokens": 30},
+        "return_logprob": True,
+        "top_logprobs_num": 2,
+        "token_ids_logprob": [7, 11],
+    }
+    reference = references["reasoner"][1]["logprobs"][:30]
+    whole = requests.post(f"{server.url}/generate", json=payload, timeout=60).json()["meta_info"]
+    assert [entry[0] for entry in whole["output_token_logprobs"]] == pytest.approx(reference, abs=1e-3)
+    for chosen, top, given in zip(
+        whole["output_token_logprobs"],
+        whole["output_top_logprobs"],
+        whole["output_token_ids_logprobs"],
+        strict=True,
+    ):
+        assert top[0][:2] == chosen[:2] and top[0][0] >= top[1][0]
+        assert [entry[1] for entry in given] == [7, 11]
+        assert all(entry[0] <= top[1][0] or entry[1] in (top[0][1], top[1][1]) for entry in given)
+    streamed = []
+    with requests.post(
+        f"{server.url}/generate", json={**payload, "stream": True}, stream=True, timeout=60
+    ) as reply:
+        for line in reply.iter_lines():
+            if line.startswith(b"data: {"):
+                streamed = json.loads(line[6:])["meta_info"]["output_token_logprobs"]
+    assert [entry[:2] for entry in streamed] == [
+        [pytest.approx(entry[0], abs=1e-4), entry[1]] for entry in whole["output_token_logprobs"]
+    ]
+    sampled = {**payload, "sampling_params": {"temperature": 0.7, "top_p": 0.9, "max_new_tokens": 20}}
+    meta = requests.post(f"{server.url}/generate", json=sampled, timeout=60).json()["meta_info"]
+    assert len(meta["output_token_logprobs"]) == meta["completion_tokens"]
+    assert all(
+        chosen[0] <= top[0][0]
+        for chosen, top in zip(meta["output_token_logprobs"], meta["output_top_logprobs"], strict=True)
+    )
+
+
 def stops_inside_an_accepted_run(server, prompts, references):
     ids = references["reasoner"][0]["ids"]
     for at in range(20, 29):
@@ -188,16 +235,6 @@ def refuses_by_name(server, prompts, references):
     ):
         reply = requests.post(f"{server.url}/generate", json=given, timeout=60)
         assert reply.status_code == 400 and named in reply.text
-    reply = requests.post(
-        f"{server.url}/generate",
-        json={
-            "input_ids": prompts["reasoner"][0],
-            "sampling_params": {"max_new_tokens": 5},
-            "return_logprob": True,
-        },
-        timeout=60,
-    )
-    assert reply.status_code == 400 and "return_logprob" in reply.text
 
 
 def exports_metrics(server, prompts, references):
@@ -291,6 +328,7 @@ EXTRA = {
         reasons_as_well,
         rescoring_agrees,
         streams_without_gaps,
+        logprobs_of_every_kind,
         stops_inside_an_accepted_run,
         refuses_by_name,
         exports_metrics,

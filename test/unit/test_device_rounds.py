@@ -124,6 +124,21 @@ def test_sampled_rounds_may_have_any_number_of_drafts():
         assert all(1 <= len(row) <= drafts + 1 for row in toy.run([2, 5], greedy=False, drafts=drafts))
 
 
+@pytest.mark.parametrize("schedule", ["lockstep", "unified"])
+def test_logits_of_verifications_are_kept_in_the_order_of_the_batch(schedule):
+    config = dataclasses.replace(BASE, schedule=schedule)
+    toy = Toy(config, TorchPagedAttention())
+    pools = [5, 2, 4]
+    for _ in range(4):
+        rows = toy.run(pools, logprobs=True)
+        assert toy.logits.shape[:2] == (3, config.stride + 1)
+        for row, logits in zip(rows, toy.logits, strict=True):
+            assert logits.argmax(dim=-1).tolist()[: len(row)] == row
+        pools = pools[::-1]
+    toy.run(pools)
+    assert toy.logits is None
+
+
 def test_micro_steps_are_timed_by_width():
     toy = Toy(dataclasses.replace(BASE, adapt="on"), TorchPagedAttention())
     keys, _ = plan_keys([1, SLOTS], stride=4, schedule="lockstep", score_every=1, adapt=True)

@@ -89,7 +89,6 @@ REQUEST = {
     "regex": {"regex": "a+"},
     "ebnf": {"ebnf": "root ::= x"},
     "structural_tag": {"structural_tag": "{}"},
-    "return_logprob with max_new_tokens > 1": {"return_logprob": True, "max_new_tokens": 2},
     "frequency_penalty": {"frequency_penalty": 0.1},
     "presence_penalty": {"presence_penalty": -0.1},
     "repetition_penalty": {"repetition_penalty": 1.1},
@@ -151,8 +150,7 @@ def test_a_request_is_refused_with_the_name_of_its_field(name):
     [
         {},
         {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "stop": ["x"], "n": 2},
-        {"return_logprob": True, "max_new_tokens": 1},  # input log-probabilities come from the prefill
-        {"return_logprob": True, "max_new_tokens": 0},
+        {"return_logprob": True, "max_new_tokens": 2},
         {"frequency_penalty": 0, "repetition_penalty": 1, "min_new_tokens": 0, "logit_bias": {}},
         {"ignore_eos": True, "stop_token_ids": [3], "skip_special_tokens": False},
     ],

@@ -9,7 +9,7 @@ import torch
 
 from sglang_sparsespec.config import SparseSpecConfig
 from sglang_sparsespec.rounds.batch import MicroStepBatch, RoundInputs, build_micro_step
-from sglang_sparsespec.rounds.outcome import RoundOutcome
+from sglang_sparsespec.rounds.outcome import RoundOutcome, VerifiedLogits
 from sglang_sparsespec.rounds.planner import RequestKey, RoundPlan
 from sglang_sparsespec.rounds.state import RequestState
 from sglang_sparsespec.sampling.filters import SamplingRows
@@ -79,6 +79,7 @@ class EagerRounds:
         tokens = torch.zeros((len(keys), self.config.stride + 1), dtype=torch.int64, device=device)
         lengths = torch.zeros(len(keys), dtype=torch.int64, device=device)
         verified: set[int] = set()
+        kept = VerifiedLogits(len(keys), self.config.stride + 1, wanted=batch.return_logprob)
         for step in plan.micro_steps:
             micro = build_micro_step(step, inputs, self.state, self.config, self._req_to_token, verified)
             verified |= {row.row for row in step.verifies}
@@ -95,9 +96,11 @@ class EagerRounds:
                     generator=self._generator,
                 )
             if micro.verifies is not None:
+                verify_logits = logits[micro.draft_count :][micro.verify_gather]
+                kept.add(micro.verify_requests, verify_logits)
                 accepted = accept_verified(
                     self.state,
-                    logits[micro.draft_count :][micro.verify_gather],
+                    verify_logits,
                     rows.take(micro.verify_requests),
                     pools=micro.row_pools[micro.draft_count :],
                     drafted=micro.verifies.queries - 1,
@@ -109,7 +112,7 @@ class EagerRounds:
         if inputs.scored:
             self._base.update((key.pool, length) for key, length in zip(keys, committed_cpu, strict=True))
         bonus = self.state.tokens[inputs.pools, 0]
-        return RoundOutcome(tokens, lengths, inputs.committed, bonus, graphs=False)
+        return RoundOutcome(tokens, lengths, inputs.committed, bonus, graphs=False, logits=kept.logits)
 
     def _reset_unseeded(
         self, keys: list[RequestKey], pools: torch.Tensor, committed: torch.Tensor, committed_cpu: list[int]

@@ -11,7 +11,7 @@ from sglang_sparsespec.config import SparseSpecConfig
 from sglang_sparsespec.metrics import PhaseTimer
 from sglang_sparsespec.rounds.device import DeviceRounds, DeviceStep
 from sglang_sparsespec.rounds.graphs import GraphKey, MicroStepGraphs
-from sglang_sparsespec.rounds.outcome import RoundOutcome
+from sglang_sparsespec.rounds.outcome import RoundOutcome, VerifiedLogits
 from sglang_sparsespec.rounds.planner import MicroStep, RequestKey, RoundPlan
 from sglang_sparsespec.sampling.filters import SamplingRows
 from sglang_sparsespec.sampling.tail import accept_verified, store_drafts
@@ -24,6 +24,12 @@ def _kind(step: MicroStep, plan: RoundPlan) -> str:
     if step.drafts:
         return "mixed"
     return "verify" if plan.drafts else "plain"
+
+
+def _verified(device_step: DeviceStep, step: MicroStep, logits: torch.Tensor) -> torch.Tensor:
+    """The logits of a micro-step's verifications, [R, Q, V]."""
+    first, width = device_step.buffers.nd, device_step.buffers.queries
+    return logits[first : first + len(step.verifies) * width].view(-1, width, logits.shape[-1])
 
 
 class ReplayedRounds:
@@ -81,6 +87,7 @@ class ReplayedRounds:
         self._count += plan.drafts > 0
         self.rounds.upload(plan, keys, greedy=rows.all_greedy)
         before = self.graphs.eager_micro_steps
+        kept = VerifiedLogits(len(keys), self.config.stride + 1, wanted=batch.return_logprob)
         for at, step in enumerate(plan.micro_steps):
             if not step.drafts and not step.verifies:
                 # All that run have k drafts from unified rounds; the device's counter goes on all the same.
@@ -88,6 +95,8 @@ class ReplayedRounds:
                 continue
             with self._timer.phase(_kind(step, plan)):
                 device_step, logits = self.graphs.run(step, scored=scored)
+            if step.verifies and batch.return_logprob:
+                kept.add(self._rows_of(at, 1, step)[2], _verified(device_step, step, logits))
             if not rows.all_greedy:
                 self._settle(at, step, device_step, logits, rows)
         count = len(keys)
@@ -97,14 +106,20 @@ class ReplayedRounds:
             committed=self.state.committed[pools],
             bonus=self.state.tokens[pools, 0],
             graphs=self.graphs.eager_micro_steps == before,
+            logits=kept.logits,
         )
+
+    def _rows_of(self, at: int, kind: int, step: MicroStep) -> tuple[torch.Tensor, ...]:
+        """Pools, drafts made, requests: of a micro-step's drafts (kind 0) or verifications (1), [n] int64."""
+        count = len(step.verifies if kind else step.drafts)
+        return self.rounds.table[at, kind, :count].long().unbind(dim=1)
 
     def _settle(
         self, at: int, step: MicroStep, device_step: DeviceStep, logits: torch.Tensor, rows: SamplingRows
     ) -> None:
         """Drafts and acceptance of a batch in which some request samples."""
         if step.drafts:
-            pools, drafted, requests = self.rounds.table[at, 0, : len(step.drafts)].long().unbind(dim=1)
+            pools, drafted, requests = self._rows_of(at, 0, step)
             store_drafts(
                 self.state,
                 logits[: len(step.drafts)],
@@ -115,12 +130,11 @@ class ReplayedRounds:
                 generator=self._generator,
             )
         if step.verifies:
-            pools, drafted, requests = self.rounds.table[at, 1, : len(step.verifies)].long().unbind(dim=1)
-            first = device_step.buffers.nd
+            pools, drafted, requests = self._rows_of(at, 1, step)
             width = device_step.buffers.queries
             accepted = accept_verified(
                 self.state,
-                logits[first : first + len(step.verifies) * width].view(-1, width, logits.shape[-1]),
+                _verified(device_step, step, logits),
                 rows.take(requests),
                 pools=pools,
                 drafted=drafted,
