@@ -31,6 +31,7 @@ from sglang_sparsespec.rounds.learning import ROUND, CostLearner, Timed
 from sglang_sparsespec.rounds.planner import RequestKey, RoundPlan, RoundPlanner, kv_reserve
 from sglang_sparsespec.rounds.policy import AdaptivePolicy, FixedPolicy, RoundPolicy
 from sglang_sparsespec.rounds.state import RequestState
+from sglang_sparsespec.sampling.adjust import OutputCounts
 from sglang_sparsespec.selection import make_selector
 from sglang_sparsespec.spec_input import SparseDraftInput, SparseVerifyInput
 from sglang_sparsespec.version import __version__
@@ -68,6 +69,7 @@ class SparseSpecWorker(BaseSpecWorker):
         self.timer = PhaseTimer(self.device, sample=8 if self.config.may_adapt else 64)
         # Every tensor-parallel rank draws the same numbers: same seed, same calls in the same order.
         self._seed = int(server_args.random_seed or 0)
+        self.counts = OutputCounts(self.model_runner.model_config.vocab_size, self.device)
         self._generator = torch.Generator(device=self.device).manual_seed(self._seed)
         self.graph_batch_sizes: list[int] = []
         self.policy: RoundPolicy = FixedPolicy(self.config.stride)
@@ -311,6 +313,7 @@ class SparseSpecWorker(BaseSpecWorker):
         result = self._target_worker.forward_batch_generation(batch)
         tokens = result.next_token_ids.reshape(-1)
         self.state.begin(batch.req_pool_indices.long(), tokens)
+        self.counts.begin(batch.reqs, [key.pool for key in self._keys(batch)], tokens)
         backend = self.model_runner.attn_backend
         backend.finish_prefill()
         self.rounds.prefilled(batch, self._keys(batch), backend.seeded_rows)
@@ -337,7 +340,8 @@ class SparseSpecWorker(BaseSpecWorker):
         self.timer.collect()
         unified = plan.unified if choice.unified is None else choice.unified
         self.timer.note = Timed(load, choice.drafts, unified)
-        outcome = self.rounds.run(batch, keys, plan)
+        adjustment = self.counts.adjustment(batch, [key.pool for key in keys])
+        outcome = self.rounds.run(batch, keys, plan, adjustment)
         self.timer.lap(ROUND)
         self.metrics.eager(self.rounds.eager_micro_steps)
         logits = None

@@ -12,6 +12,7 @@ from sglang_sparsespec.rounds.batch import MicroStepBatch, RoundInputs, build_mi
 from sglang_sparsespec.rounds.outcome import RoundOutcome, VerifiedLogits
 from sglang_sparsespec.rounds.planner import RequestKey, RoundPlan
 from sglang_sparsespec.rounds.state import RequestState
+from sglang_sparsespec.sampling.adjust import Adjustment
 from sglang_sparsespec.sampling.filters import SamplingRows
 from sglang_sparsespec.sampling.tail import accept_verified, store_drafts
 
@@ -60,7 +61,13 @@ class EagerRounds:
         """Committed lengths that the host knows."""
         return batch.seq_lens_cpu.tolist()
 
-    def run(self, batch: Any, keys: list[RequestKey], plan: RoundPlan) -> RoundOutcome:
+    def run(
+        self,
+        batch: Any,
+        keys: list[RequestKey],
+        plan: RoundPlan,
+        adjustment: Adjustment | None = None,
+    ) -> RoundOutcome:
         """Run a round of `batch` (SGLang's ScheduleBatch)."""
         if batch.seq_lens.is_cuda:
             batch.seq_lens.record_stream(torch.cuda.current_stream())
@@ -94,17 +101,20 @@ class EagerRounds:
                     drafted=micro.draft_at,
                     config=self.config,
                     generator=self._generator,
+                    requests=micro.draft_requests,
+                    adjustment=adjustment,
                 )
             if micro.verifies is not None:
-                verify_logits = logits[micro.draft_count :][micro.verify_gather]
-                kept.add(micro.verify_requests, verify_logits)
                 accepted = accept_verified(
                     self.state,
-                    verify_logits,
+                    logits[micro.draft_count :][micro.verify_gather],
                     rows.take(micro.verify_requests),
                     pools=micro.row_pools[micro.draft_count :],
                     drafted=micro.verifies.queries - 1,
                     generator=self._generator,
+                    requests=micro.verify_requests,
+                    adjustment=adjustment,
+                    kept=kept,
                 )
                 tokens[micro.verify_requests] = accepted.tokens
                 lengths[micro.verify_requests] = accepted.lengths

@@ -13,6 +13,7 @@ from sglang_sparsespec.rounds.device import DeviceRounds, DeviceStep
 from sglang_sparsespec.rounds.graphs import GraphKey, MicroStepGraphs
 from sglang_sparsespec.rounds.outcome import RoundOutcome, VerifiedLogits
 from sglang_sparsespec.rounds.planner import MicroStep, RequestKey, RoundPlan
+from sglang_sparsespec.sampling.adjust import Adjustment
 from sglang_sparsespec.sampling.filters import SamplingRows
 from sglang_sparsespec.sampling.tail import accept_verified, store_drafts
 
@@ -74,7 +75,13 @@ class ReplayedRounds:
         """Committed lengths as far as the host has heard, up to a round behind."""
         return [len(req.origin_input_ids) + len(req.output_ids) for req in batch.reqs]
 
-    def run(self, batch: Any, keys: list[RequestKey], plan: RoundPlan) -> RoundOutcome:
+    def run(
+        self,
+        batch: Any,
+        keys: list[RequestKey],
+        plan: RoundPlan,
+        adjustment: Adjustment | None = None,
+    ) -> RoundOutcome:
         """Run a round of `batch` (SGLang's ScheduleBatch)."""
         if batch.seq_lens.is_cuda:
             batch.seq_lens.record_stream(torch.cuda.current_stream())
@@ -85,7 +92,9 @@ class ReplayedRounds:
         # Plain decoding makes no selections: the drafts that follow it use the last one and what came since.
         scored = plan.drafts > 0 and self._count % self.config.score_every == 0
         self._count += plan.drafts > 0
-        self.rounds.upload(plan, keys, greedy=rows.all_greedy)
+        # The graphs draft and accept by themselves what is greedy and as the model says.
+        inside = rows.all_greedy and adjustment is None
+        self.rounds.upload(plan, keys, greedy=inside)
         before = self.graphs.eager_micro_steps
         kept = VerifiedLogits(len(keys), self.config.stride + 1, wanted=batch.return_logprob)
         for at, step in enumerate(plan.micro_steps):
@@ -95,10 +104,10 @@ class ReplayedRounds:
                 continue
             with self._timer.phase(_kind(step, plan)):
                 device_step, logits = self.graphs.run(step, scored=scored)
-            if step.verifies and batch.return_logprob:
+            if not inside:
+                self._settle(at, step, device_step, logits, rows, adjustment, kept)
+            elif step.verifies and batch.return_logprob:
                 kept.add(self._rows_of(at, 1, step)[2], _verified(device_step, step, logits))
-            if not rows.all_greedy:
-                self._settle(at, step, device_step, logits, rows)
         count = len(keys)
         return RoundOutcome(
             tokens=self.rounds.out_tokens[:count].clone(),
@@ -115,9 +124,16 @@ class ReplayedRounds:
         return self.rounds.table[at, kind, :count].long().unbind(dim=1)
 
     def _settle(
-        self, at: int, step: MicroStep, device_step: DeviceStep, logits: torch.Tensor, rows: SamplingRows
+        self,
+        at: int,
+        step: MicroStep,
+        device_step: DeviceStep,
+        logits: torch.Tensor,
+        rows: SamplingRows,
+        adjustment: Adjustment | None,
+        kept: VerifiedLogits,
     ) -> None:
-        """Drafts and acceptance of a batch in which some request samples."""
+        """Drafts and acceptance of a batch in which some request samples or has its logits adjusted."""
         if step.drafts:
             pools, drafted, requests = self._rows_of(at, 0, step)
             store_drafts(
@@ -128,6 +144,8 @@ class ReplayedRounds:
                 drafted=drafted,
                 config=self.config,
                 generator=self._generator,
+                requests=requests,
+                adjustment=adjustment,
             )
         if step.verifies:
             pools, drafted, requests = self._rows_of(at, 1, step)
@@ -139,6 +157,9 @@ class ReplayedRounds:
                 pools=pools,
                 drafted=drafted,
                 generator=self._generator,
+                requests=requests,
+                adjustment=adjustment,
+                kept=kept,
             )
             self.rounds.out_tokens[requests, :width] = accepted.tokens
             self.rounds.out_lens[requests] = accepted.lengths

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 
 from sglang_sparsespec.config import SparseSpecConfig
+from sglang_sparsespec.rounds.outcome import VerifiedLogits
 from sglang_sparsespec.rounds.state import RequestState
 from sglang_sparsespec.sampling.accept import Accepted, accept_drafts, draft_tokens
+from sglang_sparsespec.sampling.adjust import Adjustment
 from sglang_sparsespec.sampling.filters import SamplingRows
 
 
@@ -19,13 +21,18 @@ def store_drafts(
     drafted: torch.Tensor,
     config: SparseSpecConfig,
     generator: torch.Generator,
+    requests: torch.Tensor,
+    adjustment: Adjustment | None = None,
 ) -> None:
     """Draw one draft a row and keep it with its proposal.
 
     Args:
         logits: [n, V]. rows: sampling parameters of the n rows.
         pools, drafted: [n] int64: the request, and how many drafts it has made before this one.
+        requests: [n] int64, places in the batch, by which `adjustment` knows them.
     """
+    if adjustment is not None:
+        logits = adjustment.of_drafts(logits, requests, state.tokens[pools, 1:], drafted)
     drafts = draft_tokens(
         logits,
         rows,
@@ -47,14 +54,22 @@ def accept_verified(
     pools: torch.Tensor,
     drafted: torch.Tensor,
     generator: torch.Generator,
+    requests: torch.Tensor,
+    adjustment: Adjustment | None = None,
+    kept: VerifiedLogits | None = None,
 ) -> Accepted:
     """Accept the drafts of verified requests.
 
     Args:
         logits: [R, Q, V], Q from 1 to k+1. rows: sampling parameters of the R requests.
         pools, drafted: [R] int64; at most Q - 1 drafts.
+        requests: [R] int64, places in the batch. kept: gets the logits as they were sampled from.
     """
     drafts = logits.shape[1] - 1
+    if adjustment is not None:
+        logits = adjustment.of_verifications(logits, requests, state.tokens[pools, 1 : drafts + 1])
+    if kept is not None:
+        kept.add(requests, logits)
     accepted = accept_drafts(
         logits,
         state.tokens[pools, 1 : drafts + 1],
@@ -65,4 +80,6 @@ def accept_verified(
         generator=generator,
     )
     state.tokens[pools, 0] = accepted.bonus
+    if adjustment is not None:
+        adjustment.accepted(requests, accepted.tokens, accepted.lengths)
     return accepted

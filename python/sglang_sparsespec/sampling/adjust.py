@@ -1,0 +1,173 @@
+"""Penalties, minimum lengths and logit bias, exact at every position of a round.
+
+Position i of a verification predicts the token after drafts 1 to i, so it counts those too: greedy output is
+that of plain decoding, and sampled output follows the same law. (SGLang's other speculative algorithms apply
+the penalties of a round's start to all its positions.) Drafts are adjusted as well, which raises acceptance.
+As in SGLang, only output tokens count; the order is additive penalties, repetition, bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+def needs_adjusting(params: Any) -> bool:
+    """Whether SGLang's `SamplingParams` ask for anything that this module does."""
+    return bool(
+        params.frequency_penalty
+        or params.presence_penalty
+        or params.repetition_penalty != 1.0
+        or params.min_new_tokens
+        or params.logit_bias
+    )
+
+
+def counts_tokens(params: Any) -> bool:
+    """Whether what was put out before matters."""
+    return bool(
+        params.frequency_penalty
+        or params.presence_penalty
+        or params.repetition_penalty != 1.0
+        or params.min_new_tokens
+    )
+
+
+def stop_ids(req: Any) -> set[int]:
+    """Tokens that end a request of SGLang, which a minimum length forbids."""
+    found = set(req.sampling_params.stop_token_ids or ()) | set(req.eos_token_ids or ())
+    if req.tokenizer is not None:
+        found |= set(getattr(req.tokenizer, "additional_stop_token_ids", None) or ())
+        found |= {req.tokenizer.eos_token_id} - {None}
+    return found
+
+
+class OutputCounts:
+    """How often each token was put out, for the requests that need it: a line each, made when they begin."""
+
+    def __init__(self, vocabulary: int, device: torch.device | str) -> None:
+        self.vocabulary, self.device = vocabulary, device
+        self.lines = torch.zeros(0, vocabulary, dtype=torch.int32, device=device)
+        self._line_of: dict[int, int] = {}  # pool row -> line
+
+    def begin(self, reqs: Sequence[Any], pools: Sequence[int], tokens: torch.Tensor) -> None:
+        """A prefill of `reqs` gave `tokens` [B], which the host does not know yet."""
+        for at, (req, pool) in enumerate(zip(reqs, pools, strict=True)):
+            if not counts_tokens(req.sampling_params):
+                continue
+            at_line = self._line(pool)  # may make the table grow
+            line = self.lines[at_line]
+            line.zero_()
+            # What a retracted request had put out before.
+            if before := list(req.output_ids):
+                ids = torch.tensor(before, device=self.device)
+                line.scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
+            line.scatter_add_(0, tokens[at : at + 1].long(), line.new_ones(1))
+
+    def _line(self, pool: int) -> int:
+        if pool not in self._line_of:
+            self._line_of[pool] = len(self._line_of)
+            if len(self._line_of) > len(self.lines):
+                grown = self.lines.new_zeros(max(4, 2 * len(self.lines)), self.vocabulary)
+                grown[: len(self.lines)] = self.lines
+                self.lines = grown
+        return self._line_of[pool]
+
+    def adjustment(self, batch: Any, pools: Sequence[int]) -> Adjustment | None:
+        """For a decode batch of SGLang; None where no request asks for any."""
+        params = [req.sampling_params for req in batch.reqs]
+        if not any(map(needs_adjusting, params)):
+            return None
+        return Adjustment(self, batch, pools)
+
+    def index(self, pools: Sequence[int], counted: Sequence[bool]) -> torch.Tensor:
+        """Lines of requests; whoever does not count has none of its own and gets the first."""
+        lines = [self._line(pool) if yes else 0 for pool, yes in zip(pools, counted, strict=True)]
+        return torch.tensor(lines, device=self.device)
+
+
+class Adjustment:
+    """What the requests of one round want done to their logits. Tensors are in the order of the batch."""
+
+    def __init__(self, counts: OutputCounts, batch: Any, pools: Sequence[int]) -> None:
+        params = [req.sampling_params for req in batch.reqs]
+        self._bias: torch.Tensor | None = batch.sampling_info.logit_bias  # [B, V]
+        self._counts = counts
+        self._counted = [counts_tokens(p) for p in params]
+        if any(self._counted):
+            self._at = counts.index(pools, self._counted)
+            self._use = torch.tensor(self._counted, device=counts.device)
+            numbers = [
+                (p.frequency_penalty, p.presence_penalty, p.repetition_penalty, float(p.min_new_tokens or 0))
+                for p in params
+            ]
+            columns = torch.tensor(numbers, dtype=torch.float32, device=counts.device)
+            self._frequency, self._presence, self._repetition, self._least = columns.unbind(dim=1)
+            self._stops = self._stop_mask(batch.reqs)
+
+    def _stop_mask(self, reqs: Sequence[Any]) -> torch.Tensor | None:
+        """[B, V]: whether a token ends the request; None where there is no minimum length."""
+        if not any(req.sampling_params.min_new_tokens for req in reqs):
+            return None
+        mask = torch.zeros(len(reqs), self._counts.vocabulary, dtype=torch.bool, device=self._counts.device)
+        for row, req in enumerate(reqs):
+            ids = [i for i in stop_ids(req) if 0 <= i < self._counts.vocabulary]
+            mask[row, torch.tensor(ids, dtype=torch.int64, device=mask.device)] = True
+        return mask
+
+    def of_drafts(
+        self, logits: torch.Tensor, requests: torch.Tensor, tokens: torch.Tensor, drafted: torch.Tensor
+    ) -> torch.Tensor:
+        """Logits [n, V] of draft rows; `tokens` [n, k]: the row's drafts, of which `drafted` [n] exist."""
+        seen = None
+        if any(self._counted):
+            seen = self._counts.lines[self._at[requests]]
+            exists = torch.arange(tokens.shape[1], device=tokens.device) < drafted[:, None]
+            seen.scatter_add_(1, tokens.long(), exists.to(seen.dtype))
+        return self._applied(logits, requests, seen)
+
+    def of_verifications(
+        self, logits: torch.Tensor, requests: torch.Tensor, drafts: torch.Tensor
+    ) -> torch.Tensor:
+        """Logits [R, Q, V] of verifications; `drafts` [R, Q-1], of which later ones may not exist."""
+        seen = self._counts.lines[self._at[requests]] if any(self._counted) else None
+        found = [self._applied(logits[:, 0], requests, seen)]
+        for position in range(1, logits.shape[1]):
+            if seen is not None:
+                draft = drafts[:, position - 1 : position].long()
+                seen.scatter_add_(1, draft, torch.ones_like(draft, dtype=seen.dtype))
+            found.append(self._applied(logits[:, position], requests, seen))
+        return torch.stack(found, dim=1)
+
+    def _applied(
+        self, logits: torch.Tensor, requests: torch.Tensor, seen: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`logits` [n, V] of `requests` that have put out every token `seen` [n, V] times."""
+        out = logits.float()
+        if seen is not None:
+            counts = seen * self._use[requests, None]
+            present = counts > 0
+            out = out - self._frequency[requests, None] * counts - self._presence[requests, None] * present
+            if self._stops is not None:
+                short = counts.sum(dim=1, keepdim=True) < self._least[requests, None]
+                out = out.masked_fill(short & self._stops[requests], -torch.inf)
+            scale = torch.where(present, self._repetition[requests, None], 1.0)
+            out = torch.where(out < 0, out * scale, out / scale)
+        if self._bias is not None:
+            out = out + self._bias[requests]
+        return out
+
+    def accepted(self, requests: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor) -> None:
+        """Verifications of `requests` [R] put out the first `lengths` [R] of `tokens` [R, Q]."""
+        if not any(self._counted):
+            return
+        counts = (torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]) & self._use[
+            requests, None
+        ]
+        self._counts.lines.index_put_(
+            (self._at[requests, None].expand_as(tokens), tokens.long().clamp(0, self._counts.vocabulary - 1)),
+            counts.to(self._counts.lines.dtype),
+            accumulate=True,
+        )
