@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
-from conftest import PLAN, TOKENS, sample_starts
+from conftest import PLAN, TOKENS, adjusted, sample_starts
 from farm import generate, internal_state
 from scipy import stats
 
@@ -212,11 +212,6 @@ def refuses_by_name(server, prompts, references):
         "json_schema": '{"type": "object"}',
         "regex": "a+",
         "ebnf": 'root ::= "a"',
-        "frequency_penalty": 0.5,
-        "presence_penalty": 0.5,
-        "repetition_penalty": 1.2,
-        "min_new_tokens": 3,
-        "logit_bias": {"5": 1.0},
         "sampling_seed": 3,
     }
     for field, value in refused.items():
@@ -323,6 +318,15 @@ def same_law(a, b):
     return stats.chi2_contingency(rows).pvalue
 
 
+def adjusts_logits(server, prompts, references):
+    """Penalties, minimum lengths and bias beside requests without: the ids of the model alone."""
+    model = "llama" if "llama" in server.log_path.stem else "qwen3"
+    ids, params = adjusted(prompts[model])
+    with ThreadPoolExecutor(len(ids)) as pool:
+        found = list(pool.map(lambda prompt, own: generate(server, [prompt], **own)[0], ids, params))
+    assert ids_of(found) == references[f"adjusted-{model}"]
+
+
 EXTRA = {
     "pillar-k8": (
         reasons_as_well,
@@ -335,7 +339,9 @@ EXTRA = {
     ),
     "window-k8": (reasons_as_well,),
     "random-k3-storm": (lives_through_a_storm,),
-    "pillar-k3-heads": (samples_from_the_model,),
+    "pillar-k3-heads": (samples_from_the_model, adjusts_logits),
+    "pillar-k8-llama": (adjusts_logits,),
+    "wrong-k8-llama": (adjusts_logits,),
 }
 
 

@@ -89,11 +89,6 @@ REQUEST = {
     "regex": {"regex": "a+"},
     "ebnf": {"ebnf": "root ::= x"},
     "structural_tag": {"structural_tag": "{}"},
-    "frequency_penalty": {"frequency_penalty": 0.1},
-    "presence_penalty": {"presence_penalty": -0.1},
-    "repetition_penalty": {"repetition_penalty": 1.1},
-    "min_new_tokens": {"min_new_tokens": 1},
-    "logit_bias": {"logit_bias": {"5": 1.0}},
     "sampling_seed": {"sampling_seed": 0},
     "beam_width > 1": {"beam_width": 2},
     "watermark": {"watermark": {"key": "ab12"}},
@@ -151,7 +146,8 @@ def test_a_request_is_refused_with_the_name_of_its_field(name):
         {},
         {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "stop": ["x"], "n": 2},
         {"return_logprob": True, "max_new_tokens": 2},
-        {"frequency_penalty": 0, "repetition_penalty": 1, "min_new_tokens": 0, "logit_bias": {}},
+        {"frequency_penalty": 0.5, "presence_penalty": 1.0, "repetition_penalty": 1.1},
+        {"min_new_tokens": 5, "logit_bias": {"3": 1.0}},
         {"ignore_eos": True, "stop_token_ids": [3], "skip_special_tokens": False},
     ],
 )
@@ -160,9 +156,11 @@ def test_supported_requests_are_not_refused(given):
 
 
 def test_all_unsupported_fields_are_told_at_once_and_each_reason_once():
-    told = request_refusal(request(regex="a", frequency_penalty=1.0, presence_penalty=1.0))
-    assert "does not support structured output, penalties yet" in told
-    assert "gives regex, frequency_penalty, presence_penalty." in told
+    told = request_refusal(request(regex="a", sampling_seed=1, watermark={"key": "ab12"}))
+    assert "does not support structured output, seeds of single requests, watermarks yet" in told
+    assert "gives regex, sampling_seed, watermark." in told
+    told = request_refusal(SimpleNamespace(**vars(request(regex="a")) | {"input_embeds": [[0.0]]}))
+    assert "does not support structured output, input embeddings yet" in told
 
 
 def test_the_request_fields_are_those_of_sglang():
