@@ -155,7 +155,34 @@ class ReferenceLinear:
         return torch.nn.functional.linear(x, self._weight, bias)
 
 
-class MarlinLinear:
+class PackedLinear:
+    """What the kernels have in common: a weight as codes and scales, which a new weight replaces in place."""
+
+    most_rows = ANY_ROWS
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._codes, self._scales = self._pack(weight)
+        self.nbytes = self._codes.nbytes + self._scales.nbytes
+
+    def load(self, weight: torch.Tensor) -> None:
+        # In place: captured graphs hold the addresses.
+        codes, scales = self._pack(weight)
+        self._codes.copy_(codes)
+        self._scales.copy_(scales)
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        out = self._multiply(x.reshape(-1, x.shape[-1]), bias)
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+    def _pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        raise NotImplementedError
+
+    def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [T, K] times the weight: [T, N]."""
+        raise NotImplementedError
+
+
+class MarlinLinear(PackedLinear):
     """SGLang's Marlin kernel: bf16 or fp16 activations, 8- or 4-bit weights, sums in float32."""
 
     most_rows = MARLIN_ROWS
@@ -163,28 +190,18 @@ class MarlinLinear:
     def __init__(self, weight: torch.Tensor, bits: int, kernel: compat.Marlin) -> None:
         self._bits, self._kernel = bits, kernel
         self._outputs = weight.shape[0]
-        self._codes, self._scales = self._pack(weight)
-        self.nbytes = self._codes.nbytes + self._scales.nbytes
+        super().__init__(weight)
 
     def _pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         codes, scales = quantise(weight, self._bits)
         return self._kernel.pack(codes, scales, bits=self._bits, group=GROUP)
 
-    def load(self, weight: torch.Tensor) -> None:
-        # In place: captured graphs hold the addresses.
-        codes, scales = self._pack(weight)
-        self._codes.copy_(codes)
-        self._scales.copy_(scales)
-
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        flat = x.reshape(-1, x.shape[-1])
-        out = self._kernel.multiply(flat, self._codes, self._scales, bits=self._bits, outputs=self._outputs)
-        if bias is not None:
-            out += bias
-        return out.view(*x.shape[:-1], self._outputs)
+    def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        out = self._kernel.multiply(x, self._codes, self._scales, bits=self._bits, outputs=self._outputs)
+        return out if bias is None else out.add_(bias)
 
 
-class FewRowsLinear:
+class FewRowsLinear(PackedLinear):
     """Our kernel for 4-bit weights and few rows of bf16 activations on Hopper, sums in float32."""
 
     most_rows = INT4_ROWS
@@ -192,8 +209,7 @@ class FewRowsLinear:
     def __init__(self, weight: torch.Tensor) -> None:
         from sgl_kernel_ext.few_rows import tune
 
-        self._codes, self._scales = self._pack(weight)
-        self.nbytes = self._codes.nbytes + self._scales.nbytes
+        super().__init__(weight)
         self._variants = tune(self._codes, self._scales)
 
     def _pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -201,18 +217,10 @@ class FewRowsLinear:
 
         return pack(*quantise(weight, 4))
 
-    def load(self, weight: torch.Tensor) -> None:
-        # In place: captured graphs hold the addresses.
-        codes, scales = self._pack(weight)
-        self._codes.copy_(codes)
-        self._scales.copy_(scales)
-
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         from sgl_kernel_ext.few_rows import multiply
 
-        flat = x.reshape(-1, x.shape[-1])
-        out = multiply(flat, self._codes, self._scales, bias, variants=self._variants)
-        return out.view(*x.shape[:-1], out.shape[-1])
+        return multiply(x, self._codes, self._scales, bias, variants=self._variants)
 
 
 class ReferenceFp8Linear:
@@ -236,30 +244,20 @@ class ReferenceFp8Linear:
         return torch.nn.functional.linear(rounded, self._weight, bias)
 
 
-class Fp8Linear:
+class Fp8Linear(PackedLinear):
     """SGLang's product of 8-bit floating point: a scale for each row and each output, sums in float32."""
 
-    most_rows = ANY_ROWS
+    def _pack(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return quantise_fp8(weight)
 
-    def __init__(self, weight: torch.Tensor) -> None:
-        self._codes, self._scales = quantise_fp8(weight)
-        self.nbytes = self._codes.nbytes + self._scales.nbytes
-
-    def load(self, weight: torch.Tensor) -> None:
-        # In place: captured graphs hold the addresses.
-        codes, scales = quantise_fp8(weight)
-        self._codes.copy_(codes)
-        self._scales.copy_(scales)
-
-    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    def _multiply(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         from sgl_kernel_ext.row_quant import quantise_rows
 
-        flat = x.reshape(-1, x.shape[-1]).contiguous()
-        rows = len(flat)
+        rows = len(x)
         padded = rows if rows <= FP8_ANY_ROWS else -(-rows // FP8_ROW_STEP) * FP8_ROW_STEP
-        codes, scales = quantise_rows(flat, padded=padded)
-        out = compat.multiply_fp8(codes, self._codes, scales, self._scales, dtype=x.dtype, bias=bias)[:rows]
-        return out.view(*x.shape[:-1], out.shape[-1])
+        codes, scales = quantise_rows(x.contiguous(), padded=padded)
+        out = compat.multiply_fp8(codes, self._codes, scales, self._scales, dtype=x.dtype, bias=bias)
+        return out[:rows]
 
 
 class Quantiser:

@@ -14,25 +14,19 @@ from typing import Any
 import torch
 
 
-def needs_adjusting(params: Any) -> bool:
-    """Whether SGLang's `SamplingParams` ask for anything that this module does."""
-    return bool(
-        params.frequency_penalty
-        or params.presence_penalty
-        or params.repetition_penalty != 1.0
-        or params.min_new_tokens
-        or params.logit_bias
-    )
-
-
 def counts_tokens(params: Any) -> bool:
-    """Whether what was put out before matters."""
+    """Whether SGLang's `SamplingParams` make logits depend on what was put out before."""
     return bool(
         params.frequency_penalty
         or params.presence_penalty
         or params.repetition_penalty != 1.0
         or params.min_new_tokens
     )
+
+
+def needs_adjusting(params: Any) -> bool:
+    """Whether they ask for anything that this module does."""
+    return counts_tokens(params) or bool(params.logit_bias)
 
 
 def stop_ids(req: Any) -> set[int]:
