@@ -259,15 +259,19 @@ def lives_through_a_storm(server, prompts, references):
             "max_new_tokens": rng.choice([1, 2, 17, 40]),
             "temperature": rng.choice([0, 0.8]),
             "min_p": 0.02,
+            **rng.choice(
+                [{}, {}, {"frequency_penalty": 0.5}, {"logit_bias": {"11": 2.0}}, {"min_new_tokens": 3}]
+            ),
         }
         prompt = prompts["reasoner"][i % 7][: rng.choice([8, 60, 200])]
         patience = rng.choice([0.05, 0.5, 2.0, 300, 300])
         try:
-            requests.post(
+            reply = requests.post(
                 f"{server.url}/generate",
-                json={"input_ids": prompt, "sampling_params": params},
+                json={"input_ids": prompt, "sampling_params": params, "return_logprob": i % 3 == 0},
                 timeout=(30, patience),
-            ).json()
+            )
+            assert reply.status_code == 200, reply.text[:300]
         except requests.exceptions.Timeout:
             return "aborted"
         return "finished"
