@@ -19,7 +19,7 @@ import os
 import pkgutil
 import re
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,8 @@ SIGNATURES = (
     "layers.quantization.unquant.UnquantizedLinearMethod.apply",
     "layers.logits_processor.LogitsProcessor._compute_lm_head",
     "layers.logprob_processor.compute_spec_logprobs",
+    "speculative.spec_utils.GrammarTree.from_linear_chain",
+    "speculative.spec_utils.generate_token_bitmask",
     "layers.quantization.marlin_utils.marlin_permute_scales",
     "layers.quantization.marlin_utils.marlin_make_workspace",
     "plugins.hook_registry.HookRegistry.register",
@@ -331,6 +333,28 @@ def model_logits(runner: Any, forward_batch: Any) -> Any:
     ):
         out = runner.model.forward(forward_batch.input_ids, forward_batch.positions, forward_batch)
     return out.next_token_logits
+
+
+def mask_by_grammars(logits: Any, reqs: Sequence[Any], drafts: Any) -> None:
+    """Forbid, in place, what the grammars of `reqs` (SGLang's Req) forbid at each position.
+
+    Waits for the device: grammars follow the drafts on the host, and go back.
+
+    Args:
+        logits: [R, Q, V] float32 of verifications, contiguous. drafts: [R, Q-1] that they verify.
+    """
+    import torch
+    from sglang.srt.constrained.base_grammar_backend import GrammarMask
+    from sglang.srt.speculative.spec_utils import GrammarTree, generate_token_bitmask
+
+    rows, width, vocabulary = logits.shape
+    # Its first token is the one before the drafts, which the grammars have accepted already.
+    chain = torch.zeros(rows, width, dtype=torch.int64)
+    chain[:, 1:] = drafts.cpu()
+    tree = GrammarTree.from_linear_chain(chain)
+    mask, grammar = generate_token_bitmask(list(reqs), *tree.resolve(), vocabulary)
+    if mask is not None:
+        GrammarMask(grammar, mask.to(logits.device)).apply(logits.view(rows * width, vocabulary))
 
 
 def verified_logprobs(batch: Any, logits: Any, tokens: Any) -> Any:

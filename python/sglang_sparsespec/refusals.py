@@ -140,10 +140,6 @@ def _outside_vocabulary(req: Any) -> bool:
 
 
 REQUEST_REFUSALS: tuple[Refusal, ...] = (
-    Refusal("json_schema", _sampling("json_schema", None), "structured output"),
-    Refusal("regex", _sampling("regex", None), "structured output"),
-    Refusal("ebnf", _sampling("ebnf", None), "structured output"),
-    Refusal("structural_tag", _sampling("structural_tag", None), "structured output"),
     Refusal("sampling_seed", _sampling("sampling_seed", None), "seeds of single requests"),
     Refusal("beam_width > 1", lambda req: (req.sampling_params.beam_width or 1) > 1, "beam search"),
     Refusal("watermark", _sampling("watermark", None), "watermarks"),

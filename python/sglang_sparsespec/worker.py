@@ -323,7 +323,8 @@ class SparseSpecWorker(BaseSpecWorker):
 
     def _keys(self, batch: Any) -> list[RequestKey]:
         generation = self.req_to_token_pool.req_generation
-        pools = [int(req.kv.req_pool_idx) for req in batch.reqs]
+        # Not the requests' own: one that finished in the round before may have given its row back already.
+        pools = batch.req_pool_indices_cpu.tolist()
         return [RequestKey(pool, int(generation[pool])) for pool in pools]
 
     def _round(self, batch: Any) -> GenerationBatchResult:

@@ -134,6 +134,11 @@ def references(farm, prompts):
             )
         ]
         if model == "reasoner":
+            several, params = structured(ids)
+            found["structured"] = [
+                generate(server, [prompt], **own)[0]["output_ids"]
+                for prompt, own in zip(several, params, strict=True)
+            ]
             found["info"] = _info(server)
             found["info-with-plugin"] = _info(farm.get("plain-with-plugin"))
             found["with-plugin"] = [
@@ -156,15 +161,30 @@ def references(farm, prompts):
 def adjusted(prompts):
     """Prompts and sampling parameters that change logits, each kind alone and all together."""
     kinds = (
-        {"frequency_penalty": 2.5},
-        {"presence_penalty": 4.0},
+        {"frequency_penalty": 2.0},
+        {"presence_penalty": 2.0},
         {"repetition_penalty": 1.6},
         {"min_new_tokens": 20, "stop_token_ids": list(range(0, 896, 3)), "ignore_eos": False},
-        {"logit_bias": {"11": 30.0, "30": -100.0}},
+        {"logit_bias": {"11": 9.0, "30": -100.0}},
         {},
         {"frequency_penalty": 1.5, "repetition_penalty": 0.7, "min_new_tokens": 9, "logit_bias": {"25": 9.0}},
     )
     return [prompts[i % 3] for i in range(len(kinds))], [{"max_new_tokens": 30, **kind} for kind in kinds]
+
+
+def structured(prompts):
+    """Prompts and sampling parameters whose output must follow a grammar, and one without."""
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    kinds = (
+        {"regex": "(ab|cd){3,9}x"},
+        {"ebnf": 'root ::= ("line " [0-9]+ "\\n")+'},
+        {"json_schema": json.dumps(schema)},
+        {},
+        {"regex": "[a-z ]{10,40}", "logit_bias": {"30": 2.0}, "presence_penalty": 0.5},
+    )
+    return [prompts[i] for i in range(len(kinds))], [
+        {"max_new_tokens": 30, "ignore_eos": False, **kind} for kind in kinds
+    ]
 
 
 def _info(server):

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
-from conftest import PLAN, TOKENS, adjusted, sample_starts
+from conftest import PLAN, TOKENS, adjusted, sample_starts, structured
 from farm import generate, internal_state
 from scipy import stats
 
@@ -209,9 +209,6 @@ def stops_inside_an_accepted_run(server, prompts, references):
 def refuses_by_name(server, prompts, references):
     """Every request-level refusal is a 400 that names the field, and the server goes on."""
     refused = {
-        "json_schema": '{"type": "object"}',
-        "regex": "a+",
-        "ebnf": 'root ::= "a"',
         "sampling_seed": 3,
     }
     for field, value in refused.items():
@@ -331,8 +328,26 @@ def adjusts_logits(server, prompts, references):
     assert ids_of(found) == references[f"adjusted-{model}"]
 
 
+def keeps_to_grammars(server, prompts, references):
+    """Regular expressions, EBNF and JSON schemas beside a request without; a bad schema fails alone."""
+    ids, params = structured(prompts["reasoner"])
+    ids, params = [*ids, ids[0]], [*params, None]
+
+    def one(prompt, own):
+        if own is not None:
+            return generate(server, [prompt], **own)[0]["output_ids"]
+        bad = {"input_ids": prompt, "sampling_params": {"json_schema": "{bad"}}
+        return requests.post(f"{server.url}/generate", json=bad, timeout=60).status_code
+
+    with ThreadPoolExecutor(len(ids)) as pool:
+        found = list(pool.map(one, ids, params))
+    assert found == [*references["structured"], 400]
+
+
 EXTRA = {
+    "pillar-k1-synchronous": (keeps_to_grammars,),
     "pillar-k8": (
+        keeps_to_grammars,
         reasons_as_well,
         rescoring_agrees,
         streams_without_gaps,

@@ -39,7 +39,9 @@ def batch_of(reqs):
         for token, value in (req.sampling_params.logit_bias or {}).items():
             bias[row, int(token)] = value
     some = any(req.sampling_params.logit_bias for req in reqs)
-    return SimpleNamespace(reqs=reqs, sampling_info=SimpleNamespace(logit_bias=bias if some else None))
+    return SimpleNamespace(
+        reqs=reqs, has_grammar=False, sampling_info=SimpleNamespace(logit_bias=bias if some else None)
+    )
 
 
 def slowly(logits, req, out):

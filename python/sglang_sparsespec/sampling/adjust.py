@@ -1,9 +1,10 @@
-"""Penalties, minimum lengths and logit bias, exact at every position of a round.
+"""Penalties, minimum lengths, logit bias and grammars, exact at every position of a round.
 
 Position i of a verification predicts the token after drafts 1 to i, so it counts those too: greedy output is
 that of plain decoding, and sampled output follows the same law. (SGLang's other speculative algorithms apply
-the penalties of a round's start to all its positions.) Drafts are adjusted as well, which raises acceptance.
-As in SGLang, only output tokens count; the order is additive penalties, repetition, bias.
+the penalties of a round's start to all its positions.) Drafts are adjusted as well, which raises acceptance,
+but not masked by grammars, whose state the host keeps. As in SGLang, only output tokens count; the order is
+additive penalties, repetition, grammar, bias.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+from sglang_sparsespec import compat
 
 
 def counts_tokens(params: Any) -> bool:
@@ -71,10 +74,9 @@ class OutputCounts:
 
     def adjustment(self, batch: Any, pools: Sequence[int]) -> Adjustment | None:
         """For a decode batch of SGLang; None where no request asks for any."""
-        params = [req.sampling_params for req in batch.reqs]
-        if not any(map(needs_adjusting, params)):
-            return None
-        return Adjustment(self, batch, pools)
+        if batch.has_grammar or any(needs_adjusting(req.sampling_params) for req in batch.reqs):
+            return Adjustment(self, batch, pools)
+        return None
 
     def index(self, pools: Sequence[int], counted: Sequence[bool]) -> torch.Tensor:
         """Lines of requests; whoever does not count has none of its own and gets the first."""
@@ -87,6 +89,8 @@ class Adjustment:
 
     def __init__(self, counts: OutputCounts, batch: Any, pools: Sequence[int]) -> None:
         params = [req.sampling_params for req in batch.reqs]
+        # SGLang runs rounds with grammars one at a time: their state is that of the last verification.
+        self._batch = batch if batch.has_grammar else None
         self._bias: torch.Tensor | None = batch.sampling_info.logit_bias  # [B, V]
         self._counts = counts
         self._counted = [counts_tokens(p) for p in params]
@@ -120,22 +124,33 @@ class Adjustment:
             seen = self._counts.lines[self._at[requests]]
             exists = torch.arange(tokens.shape[1], device=tokens.device) < drafted[:, None]
             seen.scatter_add_(1, tokens.long(), exists.to(seen.dtype))
-        return self._applied(logits, requests, seen)
+        return self._biased(self._penalised(logits, requests, seen), requests)
 
     def of_verifications(
         self, logits: torch.Tensor, requests: torch.Tensor, drafts: torch.Tensor
     ) -> torch.Tensor:
         """Logits [R, Q, V] of verifications; `drafts` [R, Q-1], of which later ones may not exist."""
         seen = self._counts.lines[self._at[requests]] if any(self._counted) else None
-        found = [self._applied(logits[:, 0], requests, seen)]
+        found = [self._penalised(logits[:, 0], requests, seen)]
         for position in range(1, logits.shape[1]):
             if seen is not None:
                 draft = drafts[:, position - 1 : position].long()
                 seen.scatter_add_(1, draft, torch.ones_like(draft, dtype=seen.dtype))
-            found.append(self._applied(logits[:, position], requests, seen))
-        return torch.stack(found, dim=1)
+            found.append(self._penalised(logits[:, position], requests, seen))
+        out = torch.stack(found, dim=1)
+        if self._batch is not None:
+            reqs = [self._batch.reqs[row] for row in requests.tolist()]
+            compat.mask_by_grammars(out, reqs, drafts)
+        return self._biased(out, requests)
 
-    def _applied(
+    def _biased(self, logits: torch.Tensor, requests: torch.Tensor) -> torch.Tensor:
+        """`logits` [n, V] or [n, Q, V] of `requests`."""
+        if self._bias is None:
+            return logits
+        bias = self._bias[requests]
+        return logits + (bias if logits.dim() == 2 else bias[:, None])
+
+    def _penalised(
         self, logits: torch.Tensor, requests: torch.Tensor, seen: torch.Tensor | None
     ) -> torch.Tensor:
         """`logits` [n, V] of `requests` that have put out every token `seen` [n, V] times."""
@@ -149,8 +164,6 @@ class Adjustment:
                 out = out.masked_fill(short & self._stops[requests], -torch.inf)
             scale = torch.where(present, self._repetition[requests, None], 1.0)
             out = torch.where(out < 0, out * scale, out / scale)
-        if self._bias is not None:
-            out = out + self._bias[requests]
         return out
 
     def accepted(self, requests: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor) -> None:
