@@ -123,6 +123,9 @@ def make_server(args: argparse.Namespace, device: str, *, speculative: bool) -> 
             server_args += ["--speculative-num-steps", str(args.k)]
         if args.config is not None:
             env[CONFIG_ENV] = args.config
+        elif CONFIG_ENV not in os.environ:
+            # Where rounds adapt, few short problems may be decoded plainly: there would be no drafts to see.
+            env[CONFIG_ENV] = '{"adapt": "off"}'
     log = args.log_dir / f"server-{'sparsespec' if speculative else 'plain'}.log" if args.log_dir else None
     return ServerProcess(args.model_path, server_args, env=env, log_path=log, timeout_s=args.timeout)
 
@@ -148,7 +151,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--max-tokens", type=_positive, default=2048, help="longest answer, in tokens (default 2048)")
     add("--concurrency", type=_positive, default=4, help="problems answered at a time (default 4)")
     add("--k", type=int, help="drafts per round (default: the server's)")
-    add("--config", metavar="JSON", help=f"what {CONFIG_ENV} shall hold: JSON or the path of a JSON file")
+    add(
+        "--config",
+        metavar="JSON",
+        help=f"what {CONFIG_ENV} shall hold: JSON or the path of a JSON file (default: adapt off)",
+    )
     add("--no-baseline", action="store_true", help="leave out the run without speculation")
     add(
         "--server-arg",

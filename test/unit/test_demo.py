@@ -338,6 +338,15 @@ def test_counts_start_at_one(option: str, capsys: pytest.CaptureFixture[str]) ->
     assert "from 1 up" in capsys.readouterr().err
 
 
+def test_the_demo_shows_drafts_whatever_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(CONFIG_ENV, raising=False)
+    assert (
+        demo.make_server(demo.parse_args([]), "cuda", speculative=True).env[CONFIG_ENV] == '{"adapt": "off"}'
+    )
+    monkeypatch.setenv(CONFIG_ENV, '{"stride": 3}')
+    assert CONFIG_ENV not in demo.make_server(demo.parse_args([]), "cuda", speculative=True).env
+
+
 def test_servers_differ_in_nothing_but_the_speculation() -> None:
     args = demo.parse_args(["--k", "4", "--config", '{"sink": 8}', "--server-arg=--tp-size 2"])
     spec, plain = (demo.make_server(args, "cpu", speculative=s) for s in (True, False))
