@@ -126,3 +126,51 @@ def test_a_minimum_length_forbids_every_token_that_ends_the_request():
     assert stop_ids(req) == {2, 5, 6, 7}
     req.tokenizer = SimpleNamespace(eos_token_id=None)
     assert stop_ids(req) == {2, 5}
+
+
+class Grammar:
+    """As SGLang's grammar objects: the next token must be one above the last one, up to four of them."""
+
+    def __init__(self, last):
+        self.taken = [last]
+
+    def allocate_vocab_mask(self, vocab_size, batch_size, device):
+        return torch.full((batch_size, -(-vocab_size // 32)), -1, dtype=torch.int32)
+
+    def fill_vocab_mask(self, mask, row):
+        mask[row] = 0
+        mask[row, 0] = 1 << (self.taken[-1] + 1)
+
+    def accept_token(self, token):
+        assert token == self.taken[-1] + 1, "what the mask forbids is not followed"
+        self.taken.append(token)
+
+    def rollback(self, count):
+        del self.taken[-count:]
+
+    def is_terminated(self):
+        return len(self.taken) > 4
+
+    def apply_vocab_mask(self, logits, vocab_mask):
+        for row, bits in enumerate(vocab_mask[:, 0].tolist()):
+            for token in range(logits.shape[1]):
+                if not bits >> token & 1:
+                    logits[row, token] = -torch.inf
+
+
+def test_grammars_forbid_at_each_position_what_they_forbid_after_its_drafts():
+    reqs = [request({}), request({"logit_bias": {"9": 3.0}}), request({})]
+    for req, grammar in zip(reqs, (Grammar(4), None, Grammar(10)), strict=True):
+        req.grammar = grammar
+    batch = batch_of(reqs)
+    batch.has_grammar = True
+    adjust = OutputCounts(VOCABULARY, "cpu").adjustment(batch, [1, 2, 3])
+    drafts = torch.tensor([[11, 12, 3, 13], [1, 2, 3, 4], [5, 6, 7, 8]])
+    logits = torch.randn(3, K + 1, VOCABULARY)
+    found = adjust.of_verifications(logits, torch.tensor([2, 1, 0]), drafts)  # rows of another order
+    allowed = [[token for token in range(VOCABULARY) if row[token] > -torch.inf] for row in found[0]]
+    # The third draft is wrong, so nothing after it matters.
+    assert allowed[:3] == [[11], [12], [13]]
+    assert torch.equal(found[1], logits[1] + batch.sampling_info.logit_bias[1])
+    assert [int(row.argmax()) for row in found[2][:4]] == [5, 6, 7, 8]
+    assert reqs[0].grammar.taken == [4] and reqs[2].grammar.taken == [10], "they go back"
