@@ -18,8 +18,8 @@ PY := $(VENV)/bin/python
 export PYTHONPATH := $(CURDIR)/python:$(CURDIR)/sgl-kernel-ext$(if $(PYTHONPATH),:$(PYTHONPATH))
 SOURCES := python test benchmark sgl-kernel-ext
 
-.PHONY: help venv demo doctor test test-unit test-kernels test-optimized test-server test-gpu lint format bench-reasoner \
-  clean clean-venvs
+.PHONY: help venv demo doctor test test-unit test-kernels test-optimized test-startup test-server test-gpu lint \
+  format bench-reasoner clean clean-venvs
 
 help:
 	@cat <<-'END'
@@ -29,6 +29,7 @@ help:
 	make test-unit       unit and contract tests, no server
 	make test-kernels    kernels of sgl-kernel-ext: in Triton's interpreter, or on a GPU where there is one
 	make test-optimized  unit tests once more with PYTHONOPTIMIZE=1
+	make test-startup    servers that end at start-up, with the reason
 	make test-server     tests against real servers
 	make test-gpu        kernels against the reference; skipped without a CUDA device
 	make lint            ruff and mypy
@@ -116,7 +117,7 @@ doctor: venv
 # Cheapest first, whatever -j says. Those without servers use a core each, so two run at a time.
 test: venv
 	@$(MAKE) lint
-	$(MAKE) -j2 --output-sync=target test-unit test-kernels test-optimized
+	$(MAKE) -j2 --output-sync=target test-unit test-kernels test-optimized test-startup
 	$(MAKE) test-server
 
 test-unit: venv
@@ -130,8 +131,12 @@ SLOW := reasoner benchmarks device_rounds triton_paged
 test-optimized: venv
 	@PYTHONOPTIMIZE=1 '$(PY)' -m pytest test/unit $(SLOW:%=--ignore=test/unit/test_%.py) $(PYTEST_FLAGS)
 
+# Servers that end at once, for a reason.
+test-startup: venv
+	@'$(PY)' -m pytest test/server/test_startup.py $(PYTEST_FLAGS)
+
 test-server: venv
-	@'$(PY)' -m pytest test/server $(PYTEST_FLAGS)
+	@'$(PY)' -m pytest test/server --ignore=test/server/test_startup.py $(PYTEST_FLAGS)
 
 test-gpu: venv
 	@'$(PY)' -m pytest test/gpu $(PYTEST_FLAGS)
