@@ -257,7 +257,7 @@ def lives_through_a_storm(server, prompts, references):
             "temperature": rng.choice([0, 0.8]),
             "min_p": 0.02,
             **rng.choice(
-                [{}, {}, {"frequency_penalty": 0.5}, {"logit_bias": {"11": 2.0}}, {"min_new_tokens": 3}]
+                [{}, {}, {"frequency_penalty": 0.5}, {"logit_bias": {"11": 2.0}}, {"min_new_tokens": 1}]
             ),
         }
         prompt = prompts["reasoner"][i % 7][: rng.choice([8, 60, 200])]
