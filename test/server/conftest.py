@@ -147,29 +147,9 @@ def references(farm, prompts):
                     farm.get("plain-with-plugin"), ids[:3], max_new_tokens=100, ignore_eos=False
                 )
             ]
-        if model != "reasoner":
-            several, params = adjusted(ids)
-            found[f"adjusted-{model}"] = [
-                generate(server, [prompt], **own)[0]["output_ids"]
-                for prompt, own in zip(several, params, strict=True)
-            ]
         if model == "qwen3":
             found["samples"] = sample_starts(server, ids[0])
     return found
-
-
-def adjusted(prompts):
-    """Prompts and sampling parameters that change logits, each kind alone and all together."""
-    kinds = (
-        {"frequency_penalty": 2.0},
-        {"presence_penalty": 2.0},
-        {"repetition_penalty": 1.6},
-        {"min_new_tokens": 20, "stop_token_ids": list(range(0, 896, 3)), "ignore_eos": False},
-        {"logit_bias": {"11": 9.0, "30": -100.0}},
-        {},
-        {"frequency_penalty": 1.5, "repetition_penalty": 0.7, "min_new_tokens": 9, "logit_bias": {"25": 9.0}},
-    )
-    return [prompts[i % 3] for i in range(len(kinds))], [{"max_new_tokens": 30, **kind} for kind in kinds]
 
 
 def structured(prompts):
