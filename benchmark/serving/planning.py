@@ -23,6 +23,7 @@ import results
 from sglang_sparsespec.config import SparseSpecConfig
 from sglang_sparsespec.metrics import AcceptanceMetrics
 from sglang_sparsespec.rounds.costs import Load, StepCosts
+from sglang_sparsespec.rounds.graphs import verify_widths
 from sglang_sparsespec.rounds.learning import LISTEN_EVERY, CostLearner, Timed
 from sglang_sparsespec.rounds.planner import RequestKey, RoundPlanner
 from sglang_sparsespec.rounds.policy import AdaptivePolicy
@@ -50,7 +51,7 @@ def made_up_costs(stride: int, most: int) -> StepCosts:
     """Times of the shape that an H200 gives, for graphs of every batch size."""
     sizes = range(1, most + 1)
     graphs: dict[int | str, list[tuple[int, float]]] = {0: [(n, 2300.0 + 50 * n) for n in sizes]}
-    for width in sorted({1, (stride + 2) // 2, stride + 1}):
+    for width in verify_widths(stride, adapt=True):
         graphs[width] = [(n, 4800.0 + 14 * width * n) for n in sizes]
     graphs["mixed"] = [(n, 4800.0 + 30 * n) for n in sizes]
     return StepCosts(graphs, 0.04)

@@ -244,8 +244,8 @@ class SparseSpecWorker(BaseSpecWorker):
         keys = keys[: max(1, (128 << 20) // keys[0].nbytes)]
         into = torch.empty_like(keys)
         best = min(seconds_of(partial(into.copy_, keys), self.device) for _ in range(4))
-        # The copy reads keys and writes as much.
-        return 2 * pool.layer_num * keys[0].nbytes / (2 * keys.nbytes) * best * 1e6 / ATTENTION_SHARE
+        # A copied key is read and written, which moves as much as reading a key and its value.
+        return pool.layer_num / len(keys) * best * 1e6 / ATTENTION_SHARE
 
     def describe(self) -> dict[str, Any]:
         """What `/server_info` shows under `sparsespec`."""
@@ -313,10 +313,11 @@ class SparseSpecWorker(BaseSpecWorker):
         result = self._target_worker.forward_batch_generation(batch)
         tokens = result.next_token_ids.reshape(-1)
         self.state.begin(batch.req_pool_indices.long(), tokens)
-        self.counts.begin(batch.reqs, [key.pool for key in self._keys(batch)], tokens)
+        keys = self._keys(batch)
+        self.counts.begin(batch.reqs, [key.pool for key in keys], tokens)
         backend = self.model_runner.attn_backend
         backend.finish_prefill()
-        self.rounds.prefilled(batch, self._keys(batch), backend.seeded_rows)
+        self.rounds.prefilled(batch, keys, backend.seeded_rows)
         result.new_seq_lens = batch.seq_lens
         result.next_draft_input = SparseDraftInput(bonus_tokens=tokens, new_seq_lens=batch.seq_lens)
         return result

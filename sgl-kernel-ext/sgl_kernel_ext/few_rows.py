@@ -99,8 +99,8 @@ def multiply(
     """x [T, K] times packed weights: [T, N] bfloat16, summed in float32. T is 1 to MOST_ROWS.
 
     x: bfloat16, dense rows at multiples of 16 bytes. bias: [N] bfloat16. variants: of `tune`.
-    dependent: the kernel may start,
-    and read weights, before the one before it in the stream has ended; nothing may be writing weights then.
+    dependent: the kernel may start, and read weights, before the one before it in the stream has ended;
+    nothing may be writing weights then.
     Raises ValueError for shapes that the kernel cannot serve, RuntimeError where compiling fails.
     """
     blocks, outputs = scales.shape

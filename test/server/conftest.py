@@ -19,9 +19,8 @@ PLAN = [
     # References: stock SGLang, with our plugin switched off and, once, loaded but not selected.
     Spec("plain-reasoner", "reasoner", env=(("SGLANG_PLUGINS", "sparsespec_cpu"),)),
     Spec("plain-with-plugin", "reasoner"),
-    # With overlap scheduling SGLang itself counts a token for its penalties a step late.
-    Spec("plain-qwen3", "qwen3", args=("--disable-overlap-schedule",)),
-    Spec("plain-llama", "llama", args=("--disable-overlap-schedule",)),
+    Spec("plain-qwen3", "qwen3"),
+    Spec("plain-llama", "llama"),
     # Every selector and debug mode, k in {1, 3, 8}, both schedules and index scopes, host-planned rounds and
     # those of the CUDA-graph path (torch_paged); every other one under -O.
     _spec("pillar-k8", "reasoner", stride=8, min_tokens=64, args=("--enable-metrics",)),
