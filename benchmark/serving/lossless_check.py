@@ -1,14 +1,12 @@
-"""Does SPARSESPEC answer as the model alone does? One server without it, then one for every variant,
-same prompts.
+"""Does SPARSESPEC answer as the model alone does? One server without it, then one for every variant.
 
-    python benchmark/serving/lossless_check.py --model-path DIR --prompts
-    benchmark/reasoner/prompts-2k.jsonl --out R.json
+    cd benchmark/serving
+    python lossless_check.py --model-path DIR --prompts ../reasoner/prompts-2k.jsonl --out R.json
 
-For every variant: answers right, token ids equal to those without speculation (in bfloat16 two correct
-servers may
-part at near ties), acceptance length, tokens/s; then a storm of concurrent requests of which many are
-aborted,
-after which the first prompts must still give the same ids.
+For every variant: answers right, token ids equal to those without speculation, acceptance length, tokens/s.
+In bfloat16 two correct servers may part at near ties, so where they part the server is asked for the
+log-probabilities of the two most likely tokens, and their difference is reported. Then a storm of concurrent
+requests of which many are aborted, after which the first prompts must still give the same ids.
 """
 
 from __future__ import annotations
@@ -88,6 +86,22 @@ async def storm(url: str, prompts: list[list[int]], count: int, new_tokens: int)
     return ended
 
 
+async def gap(url: str, ids: list[int]) -> float:
+    """How much likelier the best token after `ids` is than the second best, in log-probability."""
+    payload = {
+        "input_ids": ids,
+        "sampling_params": {"temperature": 0, "max_new_tokens": 1},
+        "return_logprob": True,
+        "top_logprobs_num": 2,
+    }
+    async with (
+        aiohttp.ClientSession(raise_for_status=True) as session,
+        session.post(f"{url}/generate", json=payload) as reply,
+    ):
+        best, second = (await reply.json())["meta_info"]["output_top_logprobs"][0]
+    return round(best[0] - second[0], 4)
+
+
 async def load(url: str) -> dict[str, Any]:
     async with aiohttp.ClientSession() as session:
         return await get_load(session, url)
@@ -149,6 +163,12 @@ def run(
                 places = [parted(a, b) for a, b in zip(ids, reference, strict=True)]
                 result["ids_equal"] = places.count(None)
                 result["parted_at"] = places
+                common = [
+                    prompt + theirs[:at]
+                    for prompt, theirs, at in zip(prompts, reference, places, strict=True)
+                    if at is not None
+                ]
+                result["gaps_at_partings"] = [asyncio.run(gap(server.url, known)) for known in common]
     return result, ids
 
 

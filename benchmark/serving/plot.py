@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import results
+from swing import share_of_the_better
 
 COLUMNS = {
     "algorithm": "algorithm",
@@ -37,12 +38,25 @@ RUN_COLUMNS = {
     "right": "right",
     "problems": "of",
 }
+SWING_COLUMNS = {
+    "algorithm": "algorithm",
+    "context": "context",
+    "few_requests": "few requests",
+    "concurrency": "many requests",
+    "tokens_per_s": "tokens/s",
+    "few": "with few",
+    "many": "with many",
+    "of_the_better": "of the better fixed",
+}
 DIGITS = {
     "tokens_per_s": ",.1f",
     "speedup": ".2f",
     "acceptance_length": ".2f",
     "step_ms": ".2f",
     "kv_usage": ".0%",
+    "few": ",.1f",
+    "many": ",.1f",
+    "of_the_better": ".3f",
 }
 MARKS = {
     "sparsespec": "o-",
@@ -65,16 +79,26 @@ def rows_of(runs: Sequence[dict[str, Any]], kind: str = "cells") -> list[dict[st
 
     plain: dict[tuple[Any, ...], float] = {}
     for number, run in enumerate(runs):
-        for entry in run[kind]:
+        for entry in run.get(kind, ()):
             if entry["algorithm"] == "plain" and entry["status"] == "ok":
                 plain[number, *cell(entry)] = entry["tokens_per_s"]
                 plain.setdefault((place(run), *cell(entry)), entry["tokens_per_s"])
     rows = []
     for number, run in enumerate(runs):
-        for entry in run[kind]:
+        for entry in run.get(kind, ()):
             base = plain.get((number, *cell(entry))) or plain.get((place(run), *cell(entry)))
             ok = entry["status"] == "ok" and base
             rows.append({**entry, "speedup": entry["tokens_per_s"] / base if ok else None})
+    return rows
+
+
+def swings_of(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Loads that swung, each adaptive one with its share of the better of the others in all runs."""
+    rows = rows_of(runs, "swings")
+    fixed = [row for row in rows if row["algorithm"] != "adaptive" and row["status"] == "ok"]
+    for row in rows:
+        if row["algorithm"] == "adaptive" and row["status"] == "ok":
+            row["of_the_better"] = share_of_the_better(row, fixed)
     return rows
 
 
@@ -95,10 +119,14 @@ def _cells(row: dict[str, Any], columns: dict[str, str]) -> list[str]:
 
 
 def text_table(runs: Sequence[dict[str, Any]], *, markdown: bool = False) -> str:
-    """All cells, then all runs of prompts files, as text with aligned columns or as markdown."""
+    """All cells, runs of prompts files and loads that swung, as text with aligned columns or as markdown."""
     parts = []
-    for kind, columns in (("cells", COLUMNS), ("prompt_runs", RUN_COLUMNS)):
-        rows = rows_of(runs, kind)
+    kinds = (
+        (rows_of(runs), COLUMNS),
+        (rows_of(runs, "prompt_runs"), RUN_COLUMNS),
+        (swings_of(runs), SWING_COLUMNS),
+    )
+    for rows, columns in kinds:
         if not rows:
             continue
         body = [_cells(row, columns) for row in rows]

@@ -83,12 +83,12 @@ class ResultFile:
     def __init__(self, path: Path, run: dict[str, Any]) -> None:
         self._path = path
         self._data = read(path) if path.exists() else {"format": FORMAT, "runs": []}
-        self.run = {**run, "servers": {}, "cells": [], "prompt_runs": []}
+        self.run = {**run, "servers": {}, "cells": [], "prompt_runs": [], "swings": []}
         self._data["runs"].append(self.run)
         self.save()
 
     def add(self, kind: str, entry: dict[str, Any]) -> None:
-        """Append to `cells` or `prompt_runs` and write the file."""
+        """Append to `cells`, `prompt_runs` or `swings` and write the file."""
         self.run[kind].append(entry)
         self.save()
 

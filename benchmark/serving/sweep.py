@@ -4,6 +4,7 @@ concurrency.
     cd benchmark/serving
     python sweep.py --model-path DIR --out sweep.json --context 8192 15360 --concurrency 1 16 48
     python sweep.py --model-path DIR --out sweep.json --context --prompts ../reasoner/prompts-12k.jsonl
+    python sweep.py --model-path DIR --out sweep.json --context --swing 2 48
     python plot.py sweep.json --png sweep.png
 
     python sweep.py --model-path DIR --out ablation.json --algorithms plain,naive,unified,delayed,adaptive
@@ -46,6 +47,7 @@ from sglang_sparsespec._server import ServerError, ServerProcess
 from sglang_sparsespec.config import ConfigError
 from sglang_sparsespec.demo import find_device
 from sweep_options import UsageError, parse_args, server_env, server_flags
+from swing import Swing, figures
 
 WARM_UP_TOKENS = 256
 
@@ -63,7 +65,8 @@ class Sweep:
         self.warm_up: list[list[int]] = []
         self.prompts: dict[int, list[traces.Trace]] = {}
         self.plain_ids: dict[tuple[int, int], list[list[int]]] = {}
-        self.task = progress.add_task("", total=len(args.algorithms) * (len(self.grid) + bool(args.problems)))
+        parts = len(self.grid) + bool(args.problems) + bool(args.swing)
+        self.task = progress.add_task("", total=len(args.algorithms) * parts)
         self.failed = False
 
     def run(self) -> int:
@@ -83,12 +86,15 @@ class Sweep:
         encode = traces.load_encoder(args.model_path)
         warm_up = traces.make_traces(4, WARM_UP_TOKENS, WARM_UP_TOKENS, seed=args.seed + 1, encode=encode)
         self.warm_up = [trace.ids for trace in warm_up]
-        if not args.context:
+        if not args.context and not args.swing:
             return
         store = traces.TraceStore(args.traces, encode, seed=args.seed)
+        most = {context: max(args.concurrency) for context in args.context}
+        if args.swing:
+            most[args.swing_context] = max(most.get(args.swing_context, 0), args.swing[1])
         facts = {}
-        for context in args.context:
-            self.prompts[context] = store.get(max(args.concurrency), context, args.max_new_tokens)
+        for context, count in most.items():
+            self.prompts[context] = store.get(count, context, args.max_new_tokens)
             shared = traces.shared_prefix(self.prompts[context])
             families = Counter(trace.family for trace in self.prompts[context])
             facts[str(context)] = {"families": dict(families), "longest_shared_prefix": shared}
@@ -138,6 +144,9 @@ class Sweep:
             at = {"algorithm": algorithm, "context": context, "concurrency": requests}
             self.progress.update(self.task, description=f"{algorithm}: {requests} x {context}")
             self._finish("cells", at | self._cell(algorithm, server.url, context, requests, facts))
+        if self.args.swing:
+            self.progress.update(self.task, description=f"{algorithm}: a load that swings")
+            self._finish("swings", {"algorithm": algorithm} | self._swing(server.url))
         if self.args.problems:
             self.progress.update(self.task, description=f"{algorithm}: {self.args.prompts.name}")
             self._finish("prompt_runs", {"algorithm": algorithm} | self._run_prompts(server.url))
@@ -204,6 +213,19 @@ class Sweep:
         after = sparsespec_of(await cells.get_info(url))
         return entry | rounds_between(before, after), [stream.ids for stream in streams]
 
+    def _swing(self, url: str) -> dict[str, Any]:
+        args, (few, many) = self.args, self.args.swing
+        entry = {"context": args.swing_context, "concurrency": many, "few_requests": few,
+                 "period_s": args.swing_period}  # fmt: skip
+        if self._late():
+            return entry | {"status": "skipped", "reason": "--time-limit is over."}
+        prompts = [trace.ids for trace in self.prompts[args.swing_context][:many]]
+        swing = Swing(url, prompts, few=few, period=args.swing_period, seconds=args.swing_seconds)
+        try:
+            return entry | {"status": "ok"} | figures(asyncio.run(swing.run()), args.swing_period)
+        except (cells.CellError, aiohttp.ClientError, TimeoutError) as error:
+            return entry | {"status": "failed", "reason": str(error) or type(error).__name__}
+
     def _run_prompts(self, url: str) -> dict[str, Any]:
         args = self.args
         entry = {"prompts": args.prompts.name, "concurrency": args.concurrency_run}
@@ -253,11 +275,13 @@ def rounds_between(before: dict[str, Any], after: dict[str, Any]) -> dict[str, A
 
 def line_of(entry: dict[str, Any]) -> str:
     """One line for the console."""
-    what = f"{entry['concurrency']:4d} x {entry['context']}" if "context" in entry else entry["prompts"]
+    what = entry["prompts"] if "prompts" in entry else f"{entry['concurrency']:4d} x {entry['context']}"
     line = f"{entry['algorithm']:10} {what:14} {entry['status']}"
     if entry["status"] != "ok":
         return f"{line}: {entry['reason']}"
     line += f" {entry['tokens_per_s']:9.1f} tokens/s"
+    if "few_requests" in entry:
+        line += f"  {entry['few']:.1f} with {entry['few_requests']} requests, {entry['many']:.1f} with all"
     if "step_ms" in entry:
         line += f"  step {entry['step_ms']:7.2f} ms, prefill {entry['prefill_s']:.1f} s"
     if entry.get("acceptance_length"):

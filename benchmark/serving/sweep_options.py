@@ -43,7 +43,7 @@ def parse_args(argv: Sequence[str] | None = None, description: str | None = None
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add_server_options(parser, algorithms="plain,sparsespec,ngram")
+    _add_server_options(parser)
     add("--out", type=Path, required=True, help="JSON file; an existing one gets one more run")
     add("--context", type=_positive, nargs="*", default=[8192], help="L, tokens of a prompt; empty: no cells")
     add("--concurrency", type=_positive, nargs="+", default=[1, 16, 48], help="N, requests of a cell")
@@ -58,6 +58,16 @@ def parse_args(argv: Sequence[str] | None = None, description: str | None = None
     add("--prompts", type=Path, help="also answer this prompts file from start to end")
     add("--concurrency-run", type=_positive, default=34, help="problems answered at a time (default 34)")
     add("--max-answer-tokens", type=_positive, default=16384, help="longest answer (default 16384)")
+    add(
+        "--swing",
+        type=_positive,
+        nargs=2,
+        metavar=("FEW", "MANY"),
+        help="also a load that swings between so many requests",
+    )
+    add("--swing-context", type=_positive, default=8192, help="tokens of its prompts (default 8192)")
+    add("--swing-period", type=float, default=5.0, help="seconds between two swings (default 5)")
+    add("--swing-seconds", type=float, default=120.0, help="seconds it lasts (default 120)")
     add("--start-timeout", type=_positive, default=900, help="seconds until a server must be ready")
     add("--cell-timeout", type=_positive, default=300, help="seconds for one cell, prefill included")
     add("--run-timeout", type=_positive, default=900, help="seconds for one run of the prompts file")
@@ -65,9 +75,8 @@ def parse_args(argv: Sequence[str] | None = None, description: str | None = None
     return check_args(parser.parse_args(argv))
 
 
-def add_server_options(parser: argparse.ArgumentParser, *, algorithms: str) -> None:
-    """The options that `check_args` and `server_flags` read of every tool. `algorithms`: the default ones."""
-    add = parser.add_argument
+def _add_server_options(parser: argparse.ArgumentParser) -> None:
+    add, algorithms = parser.add_argument, "plain,sparsespec,ngram"
     add("--model-path", "--model", required=True, help="model folder or name, the same for all servers")
     add(
         "--algorithms",
@@ -98,13 +107,25 @@ def check_args(args: argparse.Namespace) -> argparse.Namespace:
     args.context, args.concurrency = sorted(set(args.context)), sorted(set(args.concurrency))
     if args.context and min(args.context) <= traces.CHAIN_TOKENS + args.lead:
         raise UsageError(f"--context: needs more than {traces.CHAIN_TOKENS} tokens and --lead.")
-    if not args.context and args.prompts is None:
-        raise UsageError("nothing to measure: give --context, --prompts, or both.")
+    if args.swing:
+        _check_swing(args)
+    if not args.context and args.prompts is None and not args.swing:
+        raise UsageError("nothing to measure: give --context, --prompts, --swing, or several of them.")
     args.problems = load_problems(args.prompts) if args.prompts else []
     for algorithm in args.algorithms:
         text = sparsespec_config(algorithm, args)
         resolve_config(environ={**os.environ, CONFIG_ENV: text} if text else None)
     return args
+
+
+def _check_swing(args: argparse.Namespace) -> None:
+    few, many = args.swing
+    if few >= many:
+        raise UsageError(f"--swing is {few} and {many}: give fewer and more requests, in this order.")
+    if args.swing_context <= traces.CHAIN_TOKENS:
+        raise UsageError(f"--swing-context: needs more than {traces.CHAIN_TOKENS} tokens.")
+    if not args.swing_period > 0 or not args.swing_seconds >= 2 * args.swing_period:
+        raise UsageError("--swing-seconds must hold two periods at least, and --swing-period be above 0.")
 
 
 def sparsespec_config(algorithm: str, args: argparse.Namespace) -> str | None:
@@ -129,9 +150,8 @@ def server_flags(algorithm: str, args: argparse.Namespace, device: str) -> list[
     """The flags of one server. Servers differ in nothing but the speculation."""
     flags = list(args.server_flags)
     given = {flag.split("=")[0] for flag in flags}
-    most = max(
-        [*(args.concurrency if args.context else []), *([args.concurrency_run] if args.prompts else [])]
-    )
+    runs = [args.concurrency_run] if args.prompts else []
+    most = max([*(args.concurrency if args.context else []), *runs, *(args.swing or [])])
     # NGRAM would set 48 by itself, and then another graph would serve the same batch.
     defaults = {"--max-running-requests": str(most), "--random-seed": str(args.seed)}
     if device == "cpu":

@@ -364,6 +364,10 @@ def test_a_configuration_that_an_ablation_cannot_have_is_refused_before_a_server
         (["--server-flags", "--port 3"], "--port"),
         (["--context", "60"], "--context"),
         (["--context"], "nothing to measure"),
+        (["--swing", "9", "9"], "fewer and more"),
+        (["--swing", "2", "9", "--swing-seconds", "3"], "two periods"),
+        (["--swing", "2", "9", "--swing-period", "0"], "above 0"),
+        (["--swing", "2", "9", "--swing-context", "64"], "--swing-context"),
     ],
 )
 def test_options_that_cannot_be_used_are_named(load: Any, options: list[str], named: str) -> None:
@@ -386,17 +390,23 @@ def test_periods_of_few_and_of_many_are_told_apart(load: Any) -> None:
     assert swing.share_of_the_better(both, []) is None
 
 
-@pytest.mark.parametrize(
-    ("options", "named"),
-    [
-        (["--few", "9", "--many", "9"], "few < many"),
-        (["--seconds", "3"], "two periods"),
-        (["--period", "0"], "above 0"),
-    ],
-)
-def test_a_swing_that_cannot_be_is_refused(load: Any, options: list[str], named: str) -> None:
-    with pytest.raises(load("sweep_options").UsageError, match=named):
-        load("swing").parse_args(["--model-path", str(MODEL), "--out", "x.json", *options])
+def test_the_table_tells_what_share_of_the_better_fixed_servers_an_adaptive_one_reached(load: Any) -> None:
+    def swing(algorithm: str, few: float, many: float) -> dict[str, Any]:
+        return {"algorithm": algorithm, "context": 8192, "concurrency": 48, "few_requests": 2,
+                "status": "ok", "tokens_per_s": few + many, "few": few, "many": many}  # fmt: skip
+
+    runs = [
+        run_of(swings=[swing("plain", 300.0, 2000.0)]),
+        run_of(swings=[swing("sparsespec", 200.0, 3000.0)]),
+    ]
+    runs.append(run_of(swings=[swing("adaptive", 330.0, 2970.0)]))
+    assert load("plot").text_table(runs).splitlines()[-1].split()[-1] == "1.000"
+
+
+def test_a_server_runs_as_many_requests_as_the_swing_has(load: Any) -> None:
+    args = arguments(load, "--context", "--swing", "2", "77")
+    flags = load("sweep_options").server_flags("plain", args, "cuda")
+    assert flags[flags.index("--max-running-requests") + 1] == "77"
 
 
 # -- results files, tables, plots
@@ -409,9 +419,9 @@ def entry(algorithm: str, concurrency: int, speed: float | None, **more: Any) ->
     return {**base, "status": "ok", "tokens_per_s": speed, "step_ms": 1.0, "kv_usage": 0.5, **more}
 
 
-def run_of(*cells: dict[str, Any], gpu: str = "GPU, 1") -> dict[str, Any]:
-    machine = {"gpus": [gpu], "cpu": "x"}
-    return {"model": "m", "machine": machine, "servers": {}, "cells": list(cells), "prompt_runs": []}
+def run_of(*cells: dict[str, Any], gpu: str = "GPU, 1", swings: Any = ()) -> dict[str, Any]:
+    machine, kinds = {"gpus": [gpu], "cpu": "x"}, {"cells": list(cells), "prompt_runs": [], "swings": swings}
+    return {"model": "m", "machine": machine, "servers": {}, **kinds}
 
 
 def test_a_results_file_keeps_every_run_and_is_whole_after_every_cell(load: Any, tmp_path: Path) -> None:
