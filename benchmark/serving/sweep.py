@@ -221,8 +221,10 @@ class Sweep:
             return entry | {"status": "skipped", "reason": "--time-limit is over."}
         prompts = [trace.ids for trace in self.prompts[args.swing_context][:many]]
         swing = Swing(url, prompts, few=few, period=args.swing_period, seconds=args.swing_seconds)
+        before = sparsespec_of(asyncio.run(cells.get_info(url)))
         try:
-            return entry | {"status": "ok"} | figures(asyncio.run(swing.run()), args.swing_period)
+            entry |= {"status": "ok"} | figures(asyncio.run(swing.run()), args.swing_period)
+            return entry | rounds_between(before, sparsespec_of(asyncio.run(cells.get_info(url))))
         except (cells.CellError, aiohttp.ClientError, TimeoutError) as error:
             return entry | {"status": "failed", "reason": str(error) or type(error).__name__}
 
@@ -264,13 +266,21 @@ def sparsespec_of(info: dict[str, Any]) -> dict[str, Any]:
 
 
 def rounds_between(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
-    """Rounds, and acceptance length as the server counted it, from one state to a later one; {} for none."""
+    """What the server counted from one state to a later one; {} where it did not speculate.
+
+    `rounds_by_drafts` holds plain steps too, as those of 0 drafts.
+    """
+    drafts, was = after.get("rounds_by_drafts", {}), before.get("rounds_by_drafts", {})
+    chosen = {n: count - was.get(n, 0) for n, count in drafts.items() if count > was.get(n, 0)}
+    found: dict[str, Any] = {"rounds_by_drafts": chosen} if chosen else {}
+    for name in ("rounds", "unified_rounds", "eager_micro_steps"):
+        if many := after.get(name, 0) - before.get(name, 0):
+            found[name] = many
     verifications = after.get("verifications", 0) - before.get("verifications", 0)
-    if verifications <= 0:
-        return {}
-    accepted = after["accepted_tokens"] - before["accepted_tokens"]
-    rounds = after["rounds"] - before["rounds"]
-    return {"rounds": rounds, "server_acceptance_length": round(1 + accepted / verifications, 3)}
+    if verifications > 0:
+        accepted = after["accepted_tokens"] - before["accepted_tokens"]
+        found["server_acceptance_length"] = round(1 + accepted / verifications, 3)
+    return found
 
 
 def line_of(entry: dict[str, Any]) -> str:

@@ -506,6 +506,10 @@ def test_rounds_of_a_cell_are_the_difference_of_two_server_states(load: Any) -> 
     before = {"rounds": 10, "verifications": 20, "accepted_tokens": 80}
     after = {"rounds": 15, "verifications": 30, "accepted_tokens": 130}
     assert between(before, after) == {"rounds": 5, "server_acceptance_length": 6.0}
+    before["rounds_by_drafts"] = {"0": 4, "6": 9}
+    after |= {"rounds_by_drafts": {"0": 4, "3": 1, "6": 14}, "unified_rounds": 2, "eager_micro_steps": 0}
+    assert between(before, after) == {"rounds": 5, "server_acceptance_length": 6.0, "unified_rounds": 2,
+                                      "rounds_by_drafts": {"3": 1, "6": 5}}  # fmt: skip
     assert between({}, {}) == {}
 
 
