@@ -130,9 +130,21 @@ def fields(dotted: str) -> list[str]:
 
 
 def fingerprint(dotted: str) -> str:
-    """Hash of the parsed source: comments and layout do not count."""
+    """Hash of the parsed source: comments, layout and Python's version do not count."""
     source = textwrap.dedent(inspect.getsource(_unwrapped(dotted)))
-    return hashlib.sha256(ast.dump(ast.parse(source)).encode()).hexdigest()[:16]
+    return hashlib.sha256(outline(ast.parse(source)).encode()).hexdigest()[:16]
+
+
+def outline(node: Any) -> str:
+    """A syntax tree as text. `ast.dump` writes what is empty in some versions of Python, and some have fields
+    that others lack (the type parameters of a function since 3.12)."""
+    if isinstance(node, list):
+        return "[" + ",".join(map(outline, node)) + "]"
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    found = [(name, getattr(node, name, None)) for name in node._fields]
+    parts = [f"{name}={outline(value)}" for name, value in found if value is not None and value != []]
+    return f"{type(node).__name__}({','.join(parts)})"
 
 
 def _unwrapped(dotted: str) -> Any:

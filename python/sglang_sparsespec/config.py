@@ -44,7 +44,7 @@ class SparseSpecConfig:
     budget_ratio: float = _key(
         0.05, "share of the context a draft attends to", low=0.0, high=1.0, exclusive_low=True
     )
-    min_tokens: int = _key(256, "smallest budget, in tokens", low=1, high=1 << 20)
+    min_tokens: int = _key(512, "smallest budget, in tokens", low=1, high=1 << 20)
     sink: int = _key(4, "first tokens of the context, always kept besides the budget", low=0, high=1 << 16)
     recent: int = _key(
         0, "tokens just before the last verification, always kept besides the budget", low=0, high=1 << 16

@@ -241,11 +241,18 @@ class SparseSpecWorker(BaseSpecWorker):
         """Microseconds to read a key and a value of all layers, from a copy of part of the KV pool."""
         pool = self.model_runner.token_to_kv_pool
         keys = pool.get_key_buffer(pool.start_layer)
-        keys = keys[: max(1, (128 << 20) // keys[0].nbytes)]
+        keys = keys[: max(2, (256 << 20) // keys[0].nbytes)]
         into = torch.empty_like(keys)
-        best = min(seconds_of(partial(into.copy_, keys), self.device) for _ in range(4))
+
+        def seconds(count: int) -> float:
+            work = partial(into[:count].copy_, keys[:count])
+            return min(seconds_of(work, self.device) for _ in range(8))
+
+        # The difference of two copies: a launch and the wait for its end are in both.
+        some = len(keys) // 4
+        taken = max(seconds(len(keys)) - seconds(some), 1e-9) / (len(keys) - some)
         # A copied key is read and written, which moves as much as reading a key and its value.
-        return pool.layer_num / len(keys) * best * 1e6 / ATTENTION_SHARE
+        return pool.layer_num * taken * 1e6 / ATTENTION_SHARE
 
     def describe(self) -> dict[str, Any]:
         """What `/server_info` shows under `sparsespec`."""

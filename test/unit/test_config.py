@@ -37,7 +37,7 @@ def test_defaults_are_those_of_the_design():
         8,
         "pillar",
         0.05,
-        256,
+        512,
     )
     assert (config.sink, config.index_scope, config.schedule) == (4, "layer", "lockstep")
     assert config == SparseSpecConfig()
@@ -284,10 +284,10 @@ def test_the_process_environment_is_the_default(monkeypatch):
     ("given", "length", "budget"),
     [
         ({}, 1, 1),
-        ({}, 260, 260),
-        ({}, 261, 260),  # min_tokens + sink
-        ({}, 5120, 260),
-        ({}, 5121, 261),  # 256.05 rounds up
+        ({}, 516, 516),
+        ({}, 517, 516),  # min_tokens + sink
+        ({}, 10_240, 516),
+        ({}, 10_241, 517),  # 512.05 rounds up
         ({}, 100_000, 5004),
         ({"budget_ratio": 1.0}, 12345, 12345),
         ({"budget_ratio": 0.5, "min_tokens": 1, "sink": 2, "recent": 3}, 100, 55),

@@ -6,8 +6,10 @@
 The first term holds weights, products and launches; the second the KV cache, which empty slots do not read.
 The offset is what these get wrong (selection, a GPU that few requests do not fill, clocks under load): the
 median of what was measured lately, for each kind of micro-step and size of batch. It is no factor on keys, or
-an error of the first term would be taken for one of theirs, and grow and shrink with them. What is left of a
-round (the host, copies) is learnt from the time between the ends of rounds.
+an error of the first term would be taken for one of theirs, and grow and shrink with them. When the offset
+of a verification changes, as it does with contexts where a key costs not quite what it should, then so do those
+of the verifications of other lengths, and of plain steps, that are not run. What is left of a round (the host,
+copies) is learnt from the time between the ends of rounds.
 """
 
 from __future__ import annotations
@@ -20,12 +22,14 @@ from typing import Any
 
 KINDS = ("draft", "verify", "plain", "mixed")
 WAYS = ("plain", "lockstep", "unified")
-# Attention kernels of decoding reach about this share of a plain copy's bandwidth.
-ATTENTION_SHARE = 0.85
+# Attention kernels of decoding reach about this share of a plain copy's bandwidth. (H200, 8B shape: a
+# verification takes 36 ns for a key of all layers, a copy of as many bytes 34.)
+ATTENTION_SHARE = 0.95
 # A value is the median of its last measurements, so that what ran beside a few of them (a prefill's tail, a
 # compiler, nobody who asked) does not matter.
 LATEST = 9
 FEWEST = 3  # measurements that are believed
+OLD = 32  # rounds measured since, after which those of before say nothing of now
 
 Kind = int | str  # of a graph: the tokens of a verify slot, 0 for drafts alone, "mixed" for both at once
 
@@ -58,6 +62,11 @@ class StepCosts:
     # By kind, or way to make a round, and size of batch.
     _offsets: dict[tuple[Kind, int], float] = field(init=False, default_factory=dict)
     _rests: dict[tuple[str, int], float] = field(init=False, default_factory=dict)
+    # By size: by how much offsets of verifications have changed, and by how much when each was measured.
+    _drift: dict[int, float] = field(init=False, default_factory=dict)
+    _drifted: dict[tuple[Kind, int], float] = field(init=False, default_factory=dict)
+    _clock: int = field(init=False, default=0)  # rounds measured
+    _seen: dict[tuple[Kind, int], int] = field(init=False, default_factory=dict)  # and when what was
     _latest: dict[tuple[Kind, int], deque[float]] = field(init=False, default_factory=dict)
     _rounds: dict[tuple[str, int], deque[tuple[Load, int, float]]] = field(init=False, default_factory=dict)
 
@@ -118,11 +127,12 @@ class StepCosts:
     def _offset(self, kind: Kind, rows: int) -> float:
         size = rows.bit_length()
         if (kind, size) in self._offsets or not isinstance(kind, int) or kind <= 1:
-            return self._offsets.get((kind, size), 0.0)
+            drift = self._drift.get(size, 0.0)
+            return self._offsets.get((kind, size), 0.0) + drift - self._drifted.get((kind, size), drift)
         # Of a width that was not seen yet: what the nearest one gets wrong.
         seen = [width for width in self.widths if width > 1 and (width, size) in self._offsets]
         nearest = min(seen, key=lambda width: abs(width - kind), default=None)
-        return 0.0 if nearest is None else self._offsets[nearest, size]
+        return 0.0 if nearest is None else self._offset(nearest, rows)
 
     def _rest(self, rows: int, drafts: int, *, unified: bool) -> float:
         return self._rests.get((_way(drafts, unified), rows.bit_length()), 0.0)
@@ -144,16 +154,34 @@ class StepCosts:
         keys = {"draft": load.selected, "mixed": self._mixed_keys(load, drafts)}.get(kind, load.keys)
         at = graph, load.rows.bit_length()
         latest = self._latest.setdefault(at, deque(maxlen=LATEST))
+        self._drop_old(at, latest)
         latest.append(us - self._modelled(graph, load.rows, keys))
         if len(latest) >= FEWEST:
-            self._offsets[at] = _middle(latest)
+            self._set_offset(at, _middle(latest))
             self._find_rests(load.rows.bit_length())
+
+    def _drop_old(self, at: tuple[Kind, int], measured: deque[Any]) -> None:
+        if self._clock - self._seen.get(at, self._clock) > OLD:
+            measured.clear()
+        self._seen[at] = self._clock
+
+    def _set_offset(self, at: tuple[Kind, int], us: float) -> None:
+        kind, size = at
+        if _verifies(kind):
+            drift = self._drift.get(size, 0.0)
+            if at in self._offsets:
+                drift += us - (self._offsets[at] + drift - self._drifted[at])
+            self._drift[size] = self._drifted[at] = drift
+        self._offsets[at] = us
 
     def correct_round(self, load: Load, drafts: int, us: float, *, unified: bool) -> None:
         """Learn from a round that ended `us` after the one before it."""
         size = load.rows.bit_length()
         at = _way(drafts, unified), size
-        self._rounds.setdefault(at, deque(maxlen=LATEST)).append((load, drafts, us))
+        rounds = self._rounds.setdefault(at, deque(maxlen=LATEST))
+        self._clock += 1
+        self._drop_old(at, rounds)
+        rounds.append((load, drafts, us))
         self._find_rests(size, at[0])
 
     def knows_rounds(self, load: Load, drafts: int, *, unified: bool) -> bool:
@@ -163,14 +191,16 @@ class StepCosts:
     def _find_rests(self, size: int, only: str | None = None) -> None:
         """What is left of the last rounds, once what is known of their micro-steps is taken away."""
         for way in (only,) if only else WAYS:
-            rounds = self._rounds.get((way, size), ())
-            if len(rounds) >= FEWEST:
+            at = way, size
+            rounds = self._rounds.get(at, ())
+            if len(rounds) >= FEWEST and self._clock - self._seen[at] <= OLD:
                 modelled = self._unified_us if way == "unified" else self._lockstep_us
-                self._rests[way, size] = _middle([us - modelled(load, drafts) for load, drafts, us in rounds])
+                self._rests[at] = _middle([us - modelled(load, drafts) for load, drafts, us in rounds])
 
     def learnt(self) -> tuple[dict[tuple[Kind, int], float], dict[tuple[str, int], float]]:
         """What measurements have changed, for `take`."""
-        return dict(self._offsets), dict(self._rests)
+        now = {(kind, size): self._offset(kind, 1 << (size - 1)) for kind, size in self._offsets}
+        return now, dict(self._rests)
 
     def take(self, learnt: tuple[dict[tuple[Kind, int], float], dict[tuple[str, int], float]]) -> None:
         """Replace what was learnt by what another rank has learnt."""
@@ -178,10 +208,16 @@ class StepCosts:
 
     def describe(self) -> dict[str, Any]:
         """For `/server_info`: nanoseconds of a key, and microseconds that were learnt, by size of batch."""
-        steps = {f"{_name(kind)}, {_sizes(size)}": us for (kind, size), us in self._offsets.items()}
-        rounds = {f"{way} round, {_sizes(size)}": us for (way, size), us in self._rests.items()}
+        offsets, rests = self.learnt()
+        steps = {f"{_name(kind)}, {_sizes(size)}": us for (kind, size), us in offsets.items()}
+        rounds = {f"{way} round, {_sizes(size)}": us for (way, size), us in rests.items()}
         learnt = {name: round(us, 1) for name, us in sorted({**steps, **rounds}.items())}
         return {"key_ns": round(1e3 * self.key_us, 3), "learnt_us": learnt}
+
+
+def _verifies(kind: Kind) -> bool:
+    """Whether such a graph verifies (without drafts: a plain step), all its requests at once."""
+    return isinstance(kind, int) and kind > 0
 
 
 def _name(kind: Kind) -> str:

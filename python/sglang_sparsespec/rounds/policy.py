@@ -11,27 +11,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from sglang_sparsespec.rounds.costs import Load, StepCosts
+from sglang_sparsespec.rounds.costs import FEWEST, Load, StepCosts
 
-# What the acceptance of a draft is taken for before any was seen, and how many drafts that weighs: more than
-# can be hoped for, so that positions are tried that fewer drafts would never reach.
+# What the acceptance of a first draft is taken for before any was seen: more than can be hoped for. That of a
+# later one is taken for what the one before it has. Both weigh as much as so many drafts that were seen.
 PRIOR, PRIOR_WEIGHT = 0.95, 8.0
 MEMORY = 0.98  # what a round's counts weigh a round later
-STALE_WEIGHT = 2.0  # drafts that all counts together weigh at least, long ago as they may be
+MOST_WEIGHT = 500.0  # drafts that all counts of a position weigh at most, so that many requests are not stiff
 MARGIN = 1.03  # how much better another number of drafts must be; to plain decoding there is none
 PROMISE = 1.1  # what drafts must gain, were all of them accepted, for a look at whether they are
 COMPARE_EVERY = 4  # rounds of as many requests as the one before
 DWELL = 8  # rounds before it may change again, unless it was a bad choice:
 REGRET = 1.1  # how much better another number of drafts then is
-# Rounds without a draft, or with fewer than k, between two that look what is accepted by now.
-PROBE_EVERY = 512
+# Rounds without a draft, and with fewer than k, between two that look what is accepted by now; after one that
+# was faster than plain decoding the next one comes soon.
+PROBE_EVERY, DEEPER_EVERY, AGAIN_AFTER = 256, 128, 8
+# Rounds with drafts between two looks at what a plain step takes, which is believed after some of them.
+PLAIN_EVERY, PLAIN_STEPS = 256, FEWEST
+PROBE_MEMORY = 0.5  # what counts weigh after a look from plain decoding: they are of long ago
 
 REASONS = (
     "fixed",  # by configuration
     "faster",  # drafts pay
     "load",  # plain: drafts would hardly pay even if all were accepted
     "acceptance",  # plain: too few drafts are accepted
-    "probe",  # a round of more drafts, to see
+    "probe",  # a round of more drafts, or of none, to see
 )
 
 
@@ -79,29 +83,36 @@ def above(values: Sequence[int], count: int) -> list[int]:
 
 
 class Acceptance:
-    """How likely draft i is accepted where all before it were, from recent rounds."""
+    """How likely draft i is accepted where all before it were, from recent rounds.
+
+    Positions that recent rounds did not reach are taken for as good as the one before them: what was seen
+    there under another load must not keep rounds short.
+    """
 
     def __init__(self, stride: int) -> None:
-        self._reached = [PRIOR_WEIGHT] * stride
-        self._kept = [PRIOR * PRIOR_WEIGHT] * stride
+        self._reached = [0.0] * stride
+        self._kept = [0.0] * stride
 
-    def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+    def observe(self, drafted: Sequence[int], accepted: Sequence[int], *, memory: float = MEMORY) -> None:
         """A round's outcome: drafts made and drafts accepted of each request."""
         # A draft was reached if it was made and all before it were accepted.
         last = [kept + 1 if kept < made else made for made, kept in zip(drafted, accepted, strict=True)]
+        if not any(last):
+            return  # plain steps tell nothing
         stride = len(self._reached)
         counts = zip(above(last, stride), above(accepted, stride), strict=True)
         for position, (reached, good) in enumerate(counts):
-            # What was seen long ago still stands, until something is seen.
-            weight = max(MEMORY, STALE_WEIGHT / self._reached[position])
-            self._reached[position] = weight * self._reached[position] + reached
-            self._kept[position] = weight * self._kept[position] + good
+            total = memory * self._reached[position] + reached
+            scale = MOST_WEIGHT / total if total > MOST_WEIGHT else 1.0
+            self._reached[position] = scale * total
+            self._kept[position] = scale * (memory * self._kept[position] + good)
 
     def expected(self) -> list[float]:
         """Tokens that a verification of 0, 1 ... k drafts yields on average, its own included."""
-        alive, totals = 1.0, [1.0]
+        rate, alive, totals = PRIOR, 1.0, [1.0]
         for reached, kept in zip(self._reached, self._kept, strict=True):
-            alive *= kept / reached
+            rate = (kept + PRIOR_WEIGHT * rate) / (reached + PRIOR_WEIGHT)
+            alive *= rate
             totals.append(totals[-1] + alive)
         return totals
 
@@ -125,7 +136,9 @@ class AdaptivePolicy:
         self._half = widths[1] - 1
         self._now = Choice(widths[-1] - 1, "faster", False)
         self._since = DWELL  # rounds since the last change
-        self._turn, self._rows = 0, 0
+        self._turn, self._rows, self._size = 0, 0, 0
+        self._drafting = 0  # rounds with drafts since any without
+        self._worth = 1.0  # tokens that a look from plain decoding must yield to be as fast
         self._unseen = 0  # rounds since the last one of k drafts; of plain steps, since any drafts
 
     def choose(self, load: Load) -> Choice:
@@ -134,9 +147,10 @@ class AdaptivePolicy:
         self._turn += 1
         # Contexts grow by a few tokens a round: nothing new until then.
         if load.rows == self._rows and self._since > DWELL and self._turn % COMPARE_EVERY:
-            return self._probe() or self._now
+            return self._probe(load) or self._now
         self._rows = load.rows
         times = self._times(load)
+        self._worth = times[self._half, False] / times[0, False]
         tokens = self.acceptance.expected()
         speeds = {way: tokens[way[0]] / us for way, us in times.items()}
         best, now = max(speeds, key=speeds.__getitem__), (self._now.drafts, bool(self._now.unified))
@@ -146,18 +160,34 @@ class AdaptivePolicy:
             margin = MARGIN if best[0] else 1.0
             if speeds[best] > margin * speeds[now]:
                 self._now, self._since = self._because(best, times), 0
-        return self._probe() or self._now
+        return self._probe(load) or self._now
 
-    def _probe(self) -> Choice | None:
-        """A round of more drafts where the last ones were long ago and acceptance is why there are none."""
+    def _probe(self, load: Load) -> Choice | None:
+        """Another round than the best where the last one of its kind was long ago: of no drafts, or of more,
+        unless the load is why there are none."""
+        if load.rows.bit_length() != self._size:
+            self._size = load.rows.bit_length()
+            if self._drafting > PLAIN_EVERY // 4:  # what is known of this size may be old
+                self._drafting = max(self._drafting, PLAIN_EVERY - AGAIN_AFTER)
+        self._drafting = self._drafting + 1 if self._now.drafts else 0
+        if self._drafting > PLAIN_EVERY:
+            if self._drafting >= PLAIN_EVERY + PLAIN_STEPS:
+                self._drafting = 0
+            return Choice(0, "probe", False)
         self._unseen = 0 if self._now.drafts == self._stride else self._unseen + 1
-        if self._unseen <= PROBE_EVERY or self._now.reason == "load":
+        every = DEEPER_EVERY if self._now.drafts else PROBE_EVERY
+        if self._unseen <= every or self._now.reason == "load":
             return None
         self._unseen = 0
         return Choice(self._stride if self._now.drafts else self._half, "probe", False)
 
     def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
-        self.acceptance.observe(drafted, accepted)
+        if self._now.drafts or not any(drafted):
+            self.acceptance.observe(drafted, accepted)
+            return
+        self.acceptance.observe(drafted, accepted, memory=PROBE_MEMORY)
+        if 1 + sum(accepted) / len(accepted) > self._worth:
+            self._unseen = max(self._unseen, PROBE_EVERY - AGAIN_AFTER)
 
     def _times(self, load: Load) -> dict[Way, float]:
         """Microseconds of each way to make a round."""
