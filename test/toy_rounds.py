@@ -4,6 +4,7 @@ That is enough for every kernel of a round. On a CPU the kernels are their refer
 """
 
 import gc
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import torch
@@ -16,6 +17,7 @@ from sglang_sparsespec.rounds.kernels import load_kernels
 from sglang_sparsespec.rounds.planner import RequestKey, RoundPlanner
 from sglang_sparsespec.rounds.replayed import ReplayedRounds
 from sglang_sparsespec.rounds.state import RequestState
+from sglang_sparsespec.sampling.seeds import Seeds
 
 SLOTS, CONTEXT, LAYERS, HEADS, KV_HEADS, DIM, VOCABULARY = 6, 600, 3, 8, 2, 64, 40
 
@@ -105,8 +107,9 @@ class Toy:
             x = x + self.rounds.rounds.attend(step, layer, x.view(-1, HEADS, DIM)).reshape(len(x), -1)
         return x.float() @ self.embed.float().T
 
-    def plain(self, pool: int, count: int) -> list[int]:
-        """The next `count` greedy tokens of a request: full attention, step by step; overwrites KV."""
+    def plain(self, pool: int, count: int, seed: int | None = None) -> list[int]:
+        """The next `count` tokens of a request, greedy or by a seed: full attention, step by step; overwrites
+        KV."""
         tokens, at = [pool], committed_at_first(pool)
         for _ in range(count):
             x = self._embed(torch.tensor(tokens[-1:]), torch.tensor([at]))
@@ -116,7 +119,12 @@ class Toy:
                 k, v = (t[slots].repeat_interleave(HEADS // self.kv_heads, dim=1) for t in (layer.k, layer.v))
                 weights = torch.einsum("hd,lhd->hl", x.view(HEADS, DIM), k) * layer.scale
                 x = x + torch.einsum("hl,lhd->hd", weights.softmax(dim=-1), v).reshape(1, -1)
-            tokens.append(int((x @ self.embed.T).argmax()))
+            logits = x @ self.embed.T
+            if seed is not None:
+                seeds = Seeds(torch.tensor([seed]), torch.tensor([True]))
+                tokens.append(int(seeds.pick(logits.softmax(dim=-1), torch.tensor([at]))))
+            else:
+                tokens.append(int(logits.argmax()))
             at += 1
         return tokens[1:]
 
@@ -125,15 +133,17 @@ class Toy:
         pools: list[int],
         *,
         greedy: bool = True,
+        seeds: Sequence[int | None] | None = None,
         drafts: int | None = None,
         unified: bool | None = None,
         logprobs: bool = False,
     ) -> list[list[int]]:
         """One round, of k drafts by default. On a GPU any wait for the device within it raises.
 
+        seeds: of each request, which then samples.
         logprobs: also keep the verifications' logits in `self.logits`.
         """
-        count = len(pools)
+        count, greedy = len(pools), greedy and seeds is None
         info = SimpleNamespace(
             temperatures=torch.full((count, 1), 1.0, device=self.device),
             top_ks=torch.full((count,), 1 if greedy else 1 << 30, device=self.device),
@@ -150,6 +160,10 @@ class Toy:
             req_pool_indices=torch.tensor(pools, device=self.device),
             sampling_info=info,
             return_logprob=logprobs,
+            reqs=[
+                SimpleNamespace(sampling_params=SimpleNamespace(sampling_seed=seed))
+                for seed in seeds or [None] * count
+            ],
         )
         keys = [RequestKey(pool, 0) for pool in pools]
         plan = self.planner.plan_round(keys, drafts, unified=unified)

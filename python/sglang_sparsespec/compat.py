@@ -38,6 +38,7 @@ SIGNATURES = (
     "managers.scheduler_components.internal_state.SchedulerInternalStateController.get_internal_state",
     "managers.overlap_utils.FutureMap.__init__",
     "managers.tp_worker.TpModelWorker.forward_batch_generation",
+    "layers.sampler.Sampler._sample_from_probs",
     "mem_cache.allocation_sizing.get_alloc_reserve_per_decode",
     "mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
     "mem_cache.kv_index_translator.KVIndexTranslator.bind_own_plan",

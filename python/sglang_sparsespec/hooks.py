@@ -71,6 +71,12 @@ def _refuse_request(result: str | None, scheduler: Any, req: Any) -> str | None:
     return result or request_refusal(req)
 
 
+def _seed_prefills(result: Any, *args: Any) -> Any:
+    from sglang_sparsespec.sampling.seeds import sample_prefilled
+
+    return sample_prefilled(result, *args)
+
+
 def _describe(result: Any, reporter: Any, recv_req: Any) -> None:
     result.internal_state["sparsespec"] = reporter.scheduler.draft_worker.describe()
 
@@ -105,6 +111,14 @@ def scheduler_hooks(config: SparseSpecConfig, device: str) -> list[Hook]:
             "/server_info shows SGLang's own fields only",
         ),
     ]
+    found.append(
+        Hook(
+            "sglang.srt.layers.sampler.Sampler._sample_from_probs",
+            HookType.AFTER,
+            _seed_prefills,
+            "SGLang draws a request's first token, and without deterministic inference it ignores seeds",
+        )
+    )
     if device == "cpu":
         from sglang_sparsespec.platforms.cpu_ops import cpu_op_replacements
 

@@ -140,7 +140,6 @@ def _outside_vocabulary(req: Any) -> bool:
 
 
 REQUEST_REFUSALS: tuple[Refusal, ...] = (
-    Refusal("sampling_seed", _sampling("sampling_seed", None), "seeds of single requests"),
     Refusal("beam_width > 1", lambda req: (req.sampling_params.beam_width or 1) > 1, "beam search"),
     Refusal("watermark", _sampling("watermark", None), "watermarks"),
     Refusal("custom_logit_processor", _set("custom_logit_processor"), "custom logit processors"),

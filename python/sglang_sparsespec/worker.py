@@ -32,6 +32,7 @@ from sglang_sparsespec.rounds.planner import RequestKey, RoundPlan, RoundPlanner
 from sglang_sparsespec.rounds.policy import AdaptivePolicy, FixedPolicy, RoundPolicy
 from sglang_sparsespec.rounds.state import RequestState
 from sglang_sparsespec.sampling.adjust import OutputCounts
+from sglang_sparsespec.sampling.seeds import prefilling, seeds_of
 from sglang_sparsespec.selection import make_selector
 from sglang_sparsespec.spec_input import SparseDraftInput, SparseVerifyInput
 from sglang_sparsespec.version import __version__
@@ -317,7 +318,8 @@ class SparseSpecWorker(BaseSpecWorker):
 
     def _prefill(self, batch: Any) -> GenerationBatchResult:
         self.timer.break_laps()
-        result = self._target_worker.forward_batch_generation(batch)
+        with prefilling(seeds_of(batch)):
+            result = self._target_worker.forward_batch_generation(batch)
         tokens = result.next_token_ids.reshape(-1)
         self.state.begin(batch.req_pool_indices.long(), tokens)
         keys = self._keys(batch)

@@ -209,7 +209,7 @@ def stops_inside_an_accepted_run(server, prompts, references):
 def refuses_by_name(server, prompts, references):
     """Every request-level refusal is a 400 that names the field, and the server goes on."""
     refused = {
-        "sampling_seed": 3,
+        "beam_width": 2,
     }
     for field, value in refused.items():
         params = {"max_new_tokens": 5, field: value}

@@ -203,6 +203,23 @@ def test_selections_of_fused_and_separate_scores_mostly_agree():
         assert len(sets[0] & sets[1]) >= 0.6 * min(lengths)
 
 
+@pytest.mark.parametrize("schedule", ["lockstep", "unified"])
+def test_seeded_rounds_emit_what_plain_decoding_with_the_seed_does(schedule):
+    config = dataclasses.replace(BASE, schedule=schedule, draft_support=32)
+    seeds = {1: 5, 4: -7, 3: None}
+    wanted = {
+        pool: Toy(config, TorchPagedAttention()).plain(pool, 24, seed) for pool, seed in seeds.items() if seed
+    }
+    toy, found = Toy(config, TorchPagedAttention()), {pool: [] for pool in seeds}
+    pools = [1, 3, 4]
+    for _ in range(24):
+        for pool, row in zip(pools, toy.run(pools, seeds=[seeds[p] for p in pools]), strict=True):
+            found[pool] += row
+        pools = pools[::-1]
+    assert {pool: found[pool][:24] for pool in wanted} == wanted
+    assert len(found[1]) + len(found[4]) > 2.2 * 24, "some drafts stand"
+
+
 def test_a_sampled_round_emits_at_least_one_token():
     toy = Toy(BASE, TorchPagedAttention())
     for _ in range(3):

@@ -85,7 +85,6 @@ def test_all_unsupported_flags_are_told_at_once():
 # --- requests ---
 
 REQUEST = {
-    "sampling_seed": {"sampling_seed": 0},
     "beam_width > 1": {"beam_width": 2},
     "watermark": {"watermark": {"key": "ab12"}},
     "custom_logit_processor": {"custom_logit_processor": "{}"},
@@ -154,9 +153,9 @@ def test_supported_requests_are_not_refused(given):
 
 
 def test_all_unsupported_fields_are_told_at_once_and_each_reason_once():
-    told = request_refusal(request(sampling_seed=1, watermark={"key": "ab12"}, input_embeds=[[0.0]]))
-    assert "does not support seeds of single requests, watermarks, input embeddings yet" in told
-    assert "gives sampling_seed, watermark, input_embeds." in told
+    told = request_refusal(request(beam_width=2, watermark={"key": "ab12"}, input_embeds=[[0.0]]))
+    assert "does not support beam search, watermarks, input embeddings yet" in told
+    assert "gives beam_width > 1, watermark, input_embeds." in told
 
 
 def test_the_request_fields_are_those_of_sglang():

@@ -7,9 +7,9 @@ The first term holds weights, products and launches; the second the KV cache, wh
 The offset is what these get wrong (selection, a GPU that few requests do not fill, clocks under load): the
 median of what was measured lately, for each kind of micro-step and size of batch. It is no factor on keys, or
 an error of the first term would be taken for one of theirs, and grow and shrink with them. When the offset
-of a verification changes, as it does with contexts where a key costs not quite what it should, then so do those
-of the verifications of other lengths, and of plain steps, that are not run. What is left of a round (the host,
-copies) is learnt from the time between the ends of rounds.
+of a verification changes, as it does with contexts where a key costs not quite what it should, then so do
+those of the verifications of other lengths, and of plain steps, that are not run. What is left of a round
+(the host, copies) is learnt from the time between the ends of rounds.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from sglang_sparsespec.rounds.planner import RequestKey, RoundPlan
 from sglang_sparsespec.rounds.state import RequestState
 from sglang_sparsespec.sampling.adjust import Adjustment
 from sglang_sparsespec.sampling.filters import SamplingRows
+from sglang_sparsespec.sampling.seeds import seeds_of
 from sglang_sparsespec.sampling.tail import accept_verified, store_drafts
 
 
@@ -81,7 +82,7 @@ class EagerRounds:
             scored=self._rounds % self.config.score_every == 0,
         )
         self._rounds += 1
-        rows = SamplingRows.from_batch(batch.sampling_info)
+        rows = SamplingRows.from_batch(batch.sampling_info, seeds_of(batch))
         device = inputs.pools.device
         tokens = torch.zeros((len(keys), self.config.stride + 1), dtype=torch.int64, device=device)
         lengths = torch.zeros(len(keys), dtype=torch.int64, device=device)
@@ -99,6 +100,7 @@ class EagerRounds:
                     rows.take(micro.draft_requests),
                     pools=micro.row_pools[: micro.draft_count],
                     drafted=micro.draft_at,
+                    positions=micro.positions[: micro.draft_count],
                     config=self.config,
                     generator=self._generator,
                     requests=micro.draft_requests,
@@ -111,6 +113,7 @@ class EagerRounds:
                     rows.take(micro.verify_requests),
                     pools=micro.row_pools[micro.draft_count :],
                     drafted=micro.verifies.queries - 1,
+                    positions=inputs.committed[micro.verify_requests],
                     generator=self._generator,
                     requests=micro.verify_requests,
                     adjustment=adjustment,

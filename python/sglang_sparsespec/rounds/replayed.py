@@ -15,6 +15,7 @@ from sglang_sparsespec.rounds.outcome import RoundOutcome, VerifiedLogits
 from sglang_sparsespec.rounds.planner import MicroStep, RequestKey, RoundPlan
 from sglang_sparsespec.sampling.adjust import Adjustment
 from sglang_sparsespec.sampling.filters import SamplingRows
+from sglang_sparsespec.sampling.seeds import seeds_of
 from sglang_sparsespec.sampling.tail import accept_verified, store_drafts
 
 
@@ -88,7 +89,7 @@ class ReplayedRounds:
         pools = batch.req_pool_indices.long()
         # SGLang's relay is the authority on committed lengths: it also knows what a retraction took back.
         self.state.committed[pools] = batch.seq_lens.long()
-        rows = SamplingRows.from_batch(batch.sampling_info)
+        rows = SamplingRows.from_batch(batch.sampling_info, seeds_of(batch))
         # Plain decoding makes no selections: the drafts that follow it use the last one and what came since.
         scored = plan.drafts > 0 and self._count % self.config.score_every == 0
         self._count += plan.drafts > 0
@@ -142,6 +143,7 @@ class ReplayedRounds:
                 rows.take(requests),
                 pools=pools,
                 drafted=drafted,
+                positions=self.state.committed[pools] + drafted,
                 config=self.config,
                 generator=self._generator,
                 requests=requests,
@@ -156,6 +158,7 @@ class ReplayedRounds:
                 rows.take(requests),
                 pools=pools,
                 drafted=drafted,
+                positions=self.state.committed[pools],
                 generator=self._generator,
                 requests=requests,
                 adjustment=adjustment,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from sglang_sparsespec.sampling.filters import SamplingRows, draw, sampling_probs
+from sglang_sparsespec.sampling.seeds import Seeds
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,13 @@ def draft_tokens(
     *,
     support: int,
     generator: torch.Generator | None,
+    positions: torch.Tensor | None = None,
     wrong: bool = False,
 ) -> Drafts:
     """Draft one token a row from the draft logits ([N, V]).
 
     Args:
+        positions: [N] int64, of the tokens whose logits these are; needed where rows have seeds.
         support: M, most tokens that a sampled draft is drawn from.
         wrong: draft the least likely token instead: the test of the rejection path.
     """
@@ -45,6 +48,8 @@ def draft_tokens(
     probs, ids = sampling_probs(logits, rows).topk(min(support, logits.shape[-1]), dim=-1)
     probs = probs / probs.sum(dim=-1, keepdim=True)
     picked = draw(probs, generator)
+    if rows.seeds is not None and positions is not None:
+        picked = torch.where(rows.seeds.given, rows.seeds.pick(probs, positions, ids), picked)
     return Drafts(ids.gather(1, picked[:, None]).squeeze(1), ids, probs)
 
 
@@ -64,6 +69,7 @@ def accept_drafts(
     support_ids: torch.Tensor,
     support_probs: torch.Tensor,
     generator: torch.Generator | None,
+    positions: torch.Tensor | None = None,
 ) -> Accepted:
     """Decide how many drafts of each verified request stand, and draw the token after them.
 
@@ -72,6 +78,7 @@ def accept_drafts(
         drafts: [R, k] int64. drafted: [R] int64, how many of them exist (0..k).
         rows: sampling parameters, a row a request.
         support_ids, support_probs: [R, k, M] the proposals; unused where every row is greedy.
+        positions: [R] int64, of the first token verified; needed where rows have seeds.
     """
     k = drafts.shape[1]
     exists = torch.arange(k, device=drafts.device) < drafted[:, None]
@@ -84,7 +91,10 @@ def accept_drafts(
 
     requests, _, vocabulary = logits.shape
     if k == 0:
-        bonus = draw(sampling_probs(logits.squeeze(1), rows), generator)
+        target = sampling_probs(logits.squeeze(1), rows)
+        bonus = draw(target, generator)
+        if rows.seeds is not None and positions is not None:
+            bonus = torch.where(rows.seeds.given, rows.seeds.pick(target, positions), bonus)
         return _pack(drafts, torch.zeros_like(drafted), bonus)
     each = torch.arange(requests, device=drafts.device).repeat_interleave(k + 1)
     target = sampling_probs(logits.reshape(-1, vocabulary), rows.take(each)).view(requests, k + 1, vocabulary)
@@ -104,7 +114,30 @@ def accept_drafts(
     residual = (p_end - q_end).clamp(min=0.0)
     # p and q equal to the last bit leave no residual; a rejection is then a rounding error of the coin.
     residual = torch.where(residual.sum(dim=1, keepdim=True) > 0, residual, p_end)
-    return _pack(drafts, accepted, draw(residual, generator))
+    bonus = draw(residual, generator)
+    if rows.seeds is not None and positions is not None:
+        accepted, bonus = _follow_seeds(target, drafts, exists, rows.seeds, positions, accepted, bonus)
+    return _pack(drafts, accepted, bonus)
+
+
+def _follow_seeds(
+    target: torch.Tensor,
+    drafts: torch.Tensor,
+    exists: torch.Tensor,
+    seeds: Seeds,
+    positions: torch.Tensor,
+    accepted: torch.Tensor,
+    bonus: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`accepted` and `bonus` [R], those of rows with seeds replaced: a draft stands where it is the token
+    that the target law [R, k+1, V] takes with the seed's noise, and what follows is such a token too."""
+    requests, each, vocabulary = target.shape
+    flat = torch.arange(requests, device=target.device).repeat_interleave(each)
+    at = positions[flat] + torch.arange(each, device=target.device).repeat(requests)
+    picked = seeds.take(flat).pick(target.view(-1, vocabulary), at).view(requests, each)
+    stands = ((drafts == picked[:, :-1]) & exists).long().cumprod(dim=1).sum(dim=1)
+    last = picked.gather(1, stands[:, None]).squeeze(1)
+    return torch.where(seeds.given, stands, accepted), torch.where(seeds.given, last, bonus)
 
 
 def _pack(drafts: torch.Tensor, accepted: torch.Tensor, bonus: torch.Tensor) -> Accepted:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from sglang_sparsespec import compat
+from sglang_sparsespec.sampling.upload import upload
 
 
 def counts_tokens(params: Any) -> bool:
@@ -59,7 +60,7 @@ class OutputCounts:
             line.zero_()
             # What a retracted request had put out before.
             if before := list(req.output_ids):
-                ids = torch.tensor(before, device=self.device)
+                ids = upload(before, self.device, torch.int64)
                 line.scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))
             line.scatter_add_(0, tokens[at : at + 1].long(), line.new_ones(1))
 
@@ -81,7 +82,7 @@ class OutputCounts:
     def index(self, pools: Sequence[int], counted: Sequence[bool]) -> torch.Tensor:
         """Lines of requests; whoever does not count has none of its own and gets the first."""
         lines = [self._line(pool) if yes else 0 for pool, yes in zip(pools, counted, strict=True)]
-        return torch.tensor(lines, device=self.device)
+        return upload(lines, self.device, torch.int64)
 
 
 class Adjustment:
@@ -96,12 +97,12 @@ class Adjustment:
         self._counted = [counts_tokens(p) for p in params]
         if any(self._counted):
             self._at = counts.index(pools, self._counted)
-            self._use = torch.tensor(self._counted, device=counts.device)
+            self._use = upload(self._counted, counts.device)
             numbers = [
                 (p.frequency_penalty, p.presence_penalty, p.repetition_penalty, float(p.min_new_tokens or 0))
                 for p in params
             ]
-            columns = torch.tensor(numbers, dtype=torch.float32, device=counts.device)
+            columns = upload(numbers, counts.device, torch.float32)
             self._frequency, self._presence, self._repetition, self._least = columns.unbind(dim=1)
             self._stops = self._stop_mask(batch.reqs)
 
@@ -109,11 +110,15 @@ class Adjustment:
         """[B, V]: whether a token ends the request; None where there is no minimum length."""
         if not any(req.sampling_params.min_new_tokens for req in reqs):
             return None
-        mask = torch.zeros(len(reqs), self._counts.vocabulary, dtype=torch.bool, device=self._counts.device)
-        for row, req in enumerate(reqs):
-            ids = [i for i in stop_ids(req) if 0 <= i < self._counts.vocabulary]
-            mask[row, torch.tensor(ids, dtype=torch.int64, device=mask.device)] = True
-        return mask
+        shape, device = (len(reqs), self._counts.vocabulary), self._counts.device
+        ids = [(row, i) for row, req in enumerate(reqs) for i in stop_ids(req) if 0 <= i < shape[1]]
+        flat = upload([row * shape[1] + i for row, i in ids], device, torch.int64)
+        return (
+            torch.zeros(shape, dtype=torch.bool, device=device)
+            .view(-1)
+            .index_fill_(0, flat, True)
+            .view(shape)
+        )
 
     def of_drafts(
         self, logits: torch.Tensor, requests: torch.Tensor, tokens: torch.Tensor, drafted: torch.Tensor

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from sglang_sparsespec.sampling.seeds import Seeds
+
 
 @dataclass(frozen=True)
 class SamplingRows:
@@ -19,9 +21,10 @@ class SamplingRows:
     all_greedy: bool
     filters: bool  # some row needs top-k, top-p or min-p
     sequential: bool  # top-p after renormalising the top-k, as SGLang's CUDA sampler does beside min-p
+    seeds: Seeds | None = None  # None where no row has one
 
     @classmethod
-    def from_batch(cls, info: Any) -> SamplingRows:
+    def from_batch(cls, info: Any, seeds: Seeds | None = None) -> SamplingRows:
         """From SGLang's `SamplingBatchInfo` of a decode batch, a row a request."""
         return cls(
             temperature=info.temperatures.view(-1).float(),
@@ -36,6 +39,7 @@ class SamplingRows:
                 or info.is_any_greedy
             ),
             sequential=bool(info.need_min_p_sampling and info.temperatures.is_cuda),
+            seeds=seeds,
         )
 
     def take(self, rows: torch.Tensor) -> SamplingRows:
@@ -48,6 +52,7 @@ class SamplingRows:
             self.all_greedy,
             self.filters,
             self.sequential,
+            self.seeds and self.seeds.take(rows),
         )
 
 
@@ -57,7 +62,11 @@ def sampling_probs(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     Greedy rows are one-hot at the first largest logit. Top-p cuts by the mass before a token, top-k by rank,
     min-p relative to the most likely token (sglang/srt/layers/sampler.py).
     """
-    probs = torch.softmax(logits.float() / rows.temperature[:, None], dim=-1)
+    return filtered(torch.softmax(logits.float() / rows.temperature[:, None], dim=-1), rows)
+
+
+def filtered(probs: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
+    """Probabilities [N, V] after top-k, top-p and min-p; their rows sum to 1 again."""
     if not rows.filters:
         return probs
     ordered, ids = probs.sort(dim=-1, descending=True, stable=True)

@@ -19,6 +19,7 @@ def store_drafts(
     *,
     pools: torch.Tensor,
     drafted: torch.Tensor,
+    positions: torch.Tensor,
     config: SparseSpecConfig,
     generator: torch.Generator,
     requests: torch.Tensor,
@@ -29,6 +30,7 @@ def store_drafts(
     Args:
         logits: [n, V]. rows: sampling parameters of the n rows.
         pools, drafted: [n] int64: the request, and how many drafts it has made before this one.
+        positions: [n] int64, of the tokens that the rows read.
         requests: [n] int64, places in the batch, by which `adjustment` knows them.
     """
     if adjustment is not None:
@@ -38,6 +40,7 @@ def store_drafts(
         rows,
         support=config.draft_support,
         generator=generator,
+        positions=positions,
         wrong=config.debug_drafts == "wrong",
     )
     state.tokens[pools, drafted + 1] = drafts.tokens
@@ -53,6 +56,7 @@ def accept_verified(
     *,
     pools: torch.Tensor,
     drafted: torch.Tensor,
+    positions: torch.Tensor,
     generator: torch.Generator,
     requests: torch.Tensor,
     adjustment: Adjustment | None = None,
@@ -62,7 +66,7 @@ def accept_verified(
 
     Args:
         logits: [R, Q, V], Q from 1 to k+1. rows: sampling parameters of the R requests.
-        pools, drafted: [R] int64; at most Q - 1 drafts.
+        pools, drafted: [R] int64; at most Q - 1 drafts. positions: [R] int64, of the first tokens verified.
         requests: [R] int64, places in the batch. kept: gets the logits as they were sampled from.
     """
     drafts = logits.shape[1] - 1
@@ -78,6 +82,7 @@ def accept_verified(
         support_ids=state.support_ids[pools, :drafts],
         support_probs=state.support_probs[pools, :drafts],
         generator=generator,
+        positions=positions,
     )
     state.tokens[pools, 0] = accepted.bonus
     if adjustment is not None:
