@@ -19,8 +19,9 @@ PLAN = [
     # References: stock SGLang, with our plugin switched off and, once, loaded but not selected.
     Spec("plain-reasoner", "reasoner", env=(("SGLANG_PLUGINS", "sparsespec_cpu"),)),
     Spec("plain-with-plugin", "reasoner"),
-    Spec("plain-qwen3", "qwen3"),
-    Spec("plain-llama", "llama"),
+    # Without overlap: with it, SGLang counts each token one step late for penalties.
+    Spec("plain-qwen3", "qwen3", args=("--disable-overlap-schedule",)),
+    Spec("plain-llama", "llama", args=("--disable-overlap-schedule",)),
     # Every selector and debug mode, k in {1, 3, 8}, both schedules and index scopes, host-planned rounds and
     # those of the CUDA-graph path (torch_paged); every other one under -O.
     _spec("pillar-k8", "reasoner", stride=8, min_tokens=64, args=("--enable-metrics",)),
@@ -146,9 +147,29 @@ def references(farm, prompts):
                     farm.get("plain-with-plugin"), ids[:3], max_new_tokens=100, ignore_eos=False
                 )
             ]
+        if model != "reasoner":
+            several, params = adjusted(ids)
+            found[f"adjusted-{model}"] = [
+                generate(server, [prompt], **own)[0]["output_ids"]
+                for prompt, own in zip(several, params, strict=True)
+            ]
         if model == "qwen3":
             found["samples"] = sample_starts(server, ids[0])
     return found
+
+
+def adjusted(prompts):
+    """Prompts and sampling parameters that change logits, each kind alone and all together."""
+    kinds = (
+        {"frequency_penalty": 2.0},
+        {"presence_penalty": 2.0},
+        {"repetition_penalty": 1.6},
+        {"min_new_tokens": 20, "stop_token_ids": list(range(0, 896, 3)), "ignore_eos": False},
+        {"logit_bias": {"11": 9.0, "30": -100.0}},
+        {},
+        {"frequency_penalty": 1.5, "repetition_penalty": 0.7, "min_new_tokens": 9, "logit_bias": {"25": 9.0}},
+    )
+    return [prompts[i % 3] for i in range(len(kinds))], [{"max_new_tokens": 30, **kind} for kind in kinds]
 
 
 def structured(prompts):

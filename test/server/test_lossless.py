@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
-from conftest import PLAN, TOKENS, sample_starts, structured
+from conftest import PLAN, TOKENS, adjusted, sample_starts, structured
 from farm import generate, internal_state
 from scipy import stats
 
@@ -319,6 +319,34 @@ def same_law(a, b):
     return stats.chi2_contingency(rows).pvalue
 
 
+def adjusts_logits(server, prompts, references):
+    """Penalties, minimum lengths and bias beside requests without: the ids of the model alone."""
+    model = "llama" if "llama" in server.log_path.stem else "qwen3"
+    ids, params = adjusted(prompts[model])
+    with ThreadPoolExecutor(len(ids)) as pool:
+        found = list(pool.map(lambda prompt, own: generate(server, [prompt], **own)[0], ids, params))
+    assert ids_of(found) == references[f"adjusted-{model}"]
+
+
+SEEDED: dict[str, list[list[int]]] = {}  # by model
+
+
+def keeps_to_seeds(server, prompts, references):
+    """The same seed, the same tokens: alone and beside others, with and without filters, on every server."""
+    model = BY_NAME[server.log_path.stem].model
+    kinds = ({"sampling_seed": 1}, {"sampling_seed": 2}, {"sampling_seed": 1, "top_p": 0.8},
+             {"sampling_seed": -9, "top_k": 5, "min_p": 0.05}, {"sampling_seed": 1, "frequency_penalty": 0.5},
+             {})  # fmt: skip
+    params = [{"temperature": 1.2, "max_new_tokens": 25, **kind} for kind in kinds]
+    prompt = prompts[model][0]
+    alone = [generate(server, [prompt], **own)[0]["output_ids"] for own in params[:-1]]
+    with ThreadPoolExecutor(len(params)) as pool:
+        found = list(pool.map(lambda own: generate(server, [prompt], **own)[0]["output_ids"], params))
+    assert found[:-1] == alone
+    assert alone[0] != alone[1]
+    assert SEEDED.setdefault(model, alone) == alone
+
+
 def keeps_to_grammars(server, prompts, references):
     """Regular expressions, EBNF and JSON schemas beside a request without; a bad schema fails alone."""
     ids, params = structured(prompts["reasoner"])
@@ -336,8 +364,9 @@ def keeps_to_grammars(server, prompts, references):
 
 
 EXTRA = {
-    "pillar-k1-synchronous": (keeps_to_grammars,),
+    "pillar-k1-synchronous": (keeps_to_grammars, keeps_to_seeds),
     "pillar-k8": (
+        keeps_to_seeds,
         keeps_to_grammars,
         reasons_as_well,
         rescoring_agrees,
@@ -349,7 +378,10 @@ EXTRA = {
     ),
     "window-k8": (reasons_as_well,),
     "random-k3-storm": (lives_through_a_storm,),
-    "pillar-k3-heads": (samples_from_the_model,),
+    "pillar-k3-heads": (samples_from_the_model, adjusts_logits, keeps_to_seeds),
+    "full-k1": (keeps_to_seeds,),
+    "pillar-k8-llama": (adjusts_logits,),
+    "wrong-k8-llama": (adjusts_logits,),
 }
 
 
