@@ -39,6 +39,7 @@ SIGNATURES = (
     "managers.overlap_utils.FutureMap.__init__",
     "managers.tp_worker.TpModelWorker.forward_batch_generation",
     "layers.sampler.Sampler._sample_from_probs",
+    "managers.scheduler.Scheduler.is_disable_overlap_for_batch",
     "mem_cache.allocation_sizing.get_alloc_reserve_per_decode",
     "mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
     "mem_cache.kv_index_translator.KVIndexTranslator.bind_own_plan",
@@ -111,6 +112,7 @@ BEHAVIOUR = (
     "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
     "managers.schedule_batch.Req.update_finish_state",
     "layers.sampler.top_k_top_p_min_p_sampling_from_probs_torch",
+    "layers.sampler.apply_custom_logit_processor",
     "model_executor.model_runner.ModelRunner._forward_raw",
     "model_executor.model_runner_components.cuda_graph_setup.capture_decode_graph",
     "model_executor.runner_utils.capture_mode.model_capture_mode",
@@ -368,6 +370,39 @@ def mask_by_grammars(logits: Any, reqs: Sequence[Any], drafts: Any) -> None:
     mask, grammar = generate_token_bitmask(list(reqs), *tree.resolve(), vocabulary)
     if mask is not None:
         GrammarMask(grammar, mask.to(logits.device)).apply(logits.view(rows * width, vocabulary))
+
+
+class _Seen:
+    """A request as it will be once it has put out `more` tokens."""
+
+    def __init__(self, req: Any, more: Sequence[int]) -> None:
+        self._req = req
+        self.output_ids = [*req.output_ids, *more]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._req, name)
+
+
+def process_logits(logits: Any, reqs: Sequence[Any], drafts: Any) -> None:
+    """Let the requests' own logit processors change, in place, the logits of each position.
+
+    Waits for the device: processors may look at the tokens before them. Position i is shown drafts 1 to i.
+
+    Args:
+        logits: [R, Q, V] float32 of verifications. drafts: [R, Q-1] that they verify.
+    """
+    from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+
+    rows = [row for row, req in enumerate(reqs) if req.custom_logit_processor]
+    tokens = drafts[rows].tolist()
+    for row, more in zip(rows, tokens, strict=True):
+        req, width = reqs[row], logits.shape[1]
+        given = req.sampling_params.custom_params
+        params = [given] * width
+        if isinstance(given, dict):
+            params = [{**given, "__req__": _Seen(req, more[:position])} for position in range(width)]
+        processor = CustomLogitProcessor.from_str(req.custom_logit_processor)
+        logits[row] = processor(logits[row].clone(), params).to(logits.dtype)
 
 
 def verified_logprobs(batch: Any, logits: Any, tokens: Any) -> Any:

@@ -71,6 +71,11 @@ def _refuse_request(result: str | None, scheduler: Any, req: Any) -> str | None:
     return result or request_refusal(req)
 
 
+def _wait_for_the_host(result: bool, scheduler: Any, batch: Any, last_batch: Any) -> bool:
+    decodes = batch is not None and batch.forward_mode.is_decode() and len(scheduler.result_queue) > 0
+    return result or (decodes and any(req.custom_logit_processor for req in batch.reqs))
+
+
 def _seed_prefills(result: Any, *args: Any) -> Any:
     from sglang_sparsespec.sampling.seeds import sample_prefilled
 
@@ -110,15 +115,19 @@ def scheduler_hooks(config: SparseSpecConfig, device: str) -> list[Hook]:
             _describe,
             "/server_info shows SGLang's own fields only",
         ),
-    ]
-    found.append(
+        Hook(
+            "sglang.srt.managers.scheduler.Scheduler.is_disable_overlap_for_batch",
+            HookType.AFTER,
+            _wait_for_the_host,
+            "logit processors are shown what was put out, which overlap scheduling does not know yet",
+        ),
         Hook(
             "sglang.srt.layers.sampler.Sampler._sample_from_probs",
             HookType.AFTER,
             _seed_prefills,
             "SGLang draws a request's first token, and without deterministic inference it ignores seeds",
-        )
-    )
+        ),
+    ]
     if device == "cpu":
         from sglang_sparsespec.platforms.cpu_ops import cpu_op_replacements
 

@@ -142,7 +142,6 @@ def _outside_vocabulary(req: Any) -> bool:
 REQUEST_REFUSALS: tuple[Refusal, ...] = (
     Refusal("beam_width > 1", lambda req: (req.sampling_params.beam_width or 1) > 1, "beam search"),
     Refusal("watermark", _sampling("watermark", None), "watermarks"),
-    Refusal("custom_logit_processor", _set("custom_logit_processor"), "custom logit processors"),
     Refusal("return_hidden_states", _set("return_hidden_states"), "hidden states"),
     Refusal("return_sampling_mask", _set("return_sampling_mask"), "sampling masks"),
     Refusal("return_routed_experts", _set("return_routed_experts"), "routed experts"),

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from farm import REASONER, Farm, Spec, generate, make_random_model
+from farm import REASONER, Farm, Spec, generate, generate_with, make_random_model
 from sglang_sparsespec._client import encode_prompts, load_problems
 
 # The shorter half of the demo's problems: their chains take a few hundred tokens each.
@@ -15,12 +15,13 @@ def _spec(name, model, *, args=(), env=(), **config):
     return Spec(name, model, json.dumps(config), args, env)
 
 
+PROCESSORS = ("--enable-custom-logit-processor",)
 PLAN = [
     # References: stock SGLang, with our plugin switched off and, once, loaded but not selected.
     Spec("plain-reasoner", "reasoner", env=(("SGLANG_PLUGINS", "sparsespec_cpu"),)),
     Spec("plain-with-plugin", "reasoner"),
     # Without overlap: with it, SGLang counts each token one step late for penalties.
-    Spec("plain-qwen3", "qwen3", args=("--disable-overlap-schedule",)),
+    Spec("plain-qwen3", "qwen3", args=("--disable-overlap-schedule", *PROCESSORS)),
     Spec("plain-llama", "llama", args=("--disable-overlap-schedule",)),
     # Every selector and debug mode, k in {1, 3, 8}, both schedules and index scopes, host-planned rounds and
     # those of the CUDA-graph path (torch_paged); every other one under -O.
@@ -66,6 +67,7 @@ PLAN = [
         index_scope="kv_head",
         schedule="unified",
         score_every=2,
+        args=PROCESSORS,
         env=OPTIMIZED,
     ),
     _spec("full-k1", "qwen3", stride=1, budget_ratio=1.0),
@@ -154,6 +156,7 @@ def references(farm, prompts):
                 for prompt, own in zip(several, params, strict=True)
             ]
         if model == "qwen3":
+            found["processed"] = [generate_with(server, body)["output_ids"] for body in processed(ids)]
             found["samples"] = sample_starts(server, ids[0])
     return found
 
@@ -170,6 +173,26 @@ def adjusted(prompts):
         {"frequency_penalty": 1.5, "repetition_penalty": 0.7, "min_new_tokens": 9, "logit_bias": {"25": 9.0}},
     )
     return [prompts[i % 3] for i in range(len(kinds))], [{"max_new_tokens": 30, **kind} for kind in kinds]
+
+
+def processed(prompts):
+    """Bodies of requests with logit processors: some tokens forbidden, and budgets of thinking."""
+    from sglang.srt.sampling import custom_logit_processor as of_sglang
+
+    # Made here, its class is sent by value: the server cannot import this folder.
+    ids = {"THINKING_START_TOKEN_ID": prompts[0][0], "THINKING_END_TOKEN_ID": 7, "NEW_LINE_TOKEN_ID": 8}
+    budget = type("Budget", (of_sglang.ThinkingBudgetLogitProcessor,), {**ids, "__module__": "__main__"})
+    forbid = of_sglang.DisallowedTokensLogitsProcessor
+    kinds = [(budget, {"thinking_budget": len(prompts[0]) + left}) for left in (0, 5, 11)]
+    kinds.append((forbid, {"token_ids": list(range(0, 800, 2))}))
+    return [
+        {
+            "input_ids": prompts[0],
+            "sampling_params": {"temperature": 0, "max_new_tokens": 30, "custom_params": params},
+            "custom_logit_processor": kind.to_str(),
+        }
+        for kind, params in kinds
+    ]
 
 
 def structured(prompts):

@@ -104,6 +104,13 @@ def generate(server: ServerProcess, prompts: Sequence[Sequence[int]], **params: 
     return reply.json()
 
 
+def generate_with(server: ServerProcess, body: dict[str, Any]) -> dict[str, Any]:
+    """The reply to one body of /generate. Raises on any error status."""
+    reply = requests.post(f"{server.url}/generate", json=body, timeout=400)
+    assert reply.status_code == 200, reply.text[:500]
+    return reply.json()
+
+
 def internal_state(server: ServerProcess) -> dict[str, Any]:
     return requests.get(f"{server.url}/server_info", timeout=30).json()["internal_states"][0]
 

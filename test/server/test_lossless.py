@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
-from conftest import PLAN, TOKENS, adjusted, sample_starts, structured
-from farm import generate, internal_state
+from conftest import PLAN, TOKENS, adjusted, processed, sample_starts, structured
+from farm import generate, generate_with, internal_state
 from scipy import stats
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(1800)]
@@ -328,6 +328,15 @@ def adjusts_logits(server, prompts, references):
     assert ids_of(found) == references[f"adjusted-{model}"]
 
 
+def shows_processors_every_position(server, prompts, references):
+    """Forbidden tokens and budgets of thinking, beside a request without: as the model alone."""
+    bodies = [*processed(prompts["qwen3"]), {"input_ids": prompts["qwen3"][1], "sampling_params": {}}]
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        found = [reply["output_ids"] for reply in pool.map(lambda body: generate_with(server, body), bodies)]
+    assert found[:-1] == references["processed"]
+    assert any(found[1][at : at + 2] == [8, 7] for at in range(20)), "the budget ended the thinking"
+
+
 SEEDED: dict[str, list[list[int]]] = {}  # by model
 
 
@@ -378,7 +387,12 @@ EXTRA = {
     ),
     "window-k8": (reasons_as_well,),
     "random-k3-storm": (lives_through_a_storm,),
-    "pillar-k3-heads": (samples_from_the_model, adjusts_logits, keeps_to_seeds),
+    "pillar-k3-heads": (
+        samples_from_the_model,
+        adjusts_logits,
+        keeps_to_seeds,
+        shows_processors_every_position,
+    ),
     "full-k1": (keeps_to_seeds,),
     "pillar-k8-llama": (adjusts_logits,),
     "wrong-k8-llama": (adjusts_logits,),

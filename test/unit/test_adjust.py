@@ -5,8 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang_sparsespec.sampling.adjust import OutputCounts, counts_tokens, needs_adjusting, stop_ids
+from sglang_sparsespec import hooks
+from sglang_sparsespec.sampling.adjust import (
+    OutputCounts,
+    counts_tokens,
+    needs_adjusting,
+    needs_the_host,
+    stop_ids,
+)
 
 VOCABULARY, K = 23, 4
 PARAMS = [
@@ -29,7 +37,11 @@ PARAMS = [
 def request(params, before=()):
     sampling = SamplingParams(**params)
     return SimpleNamespace(
-        sampling_params=sampling, output_ids=list(before), eos_token_ids={2}, tokenizer=None
+        sampling_params=sampling,
+        output_ids=list(before),
+        eos_token_ids={2},
+        tokenizer=None,
+        custom_logit_processor=None,
     )
 
 
@@ -174,3 +186,53 @@ def test_grammars_forbid_at_each_position_what_they_forbid_after_its_drafts():
     assert torch.equal(found[1], logits[1] + batch.sampling_info.logit_bias[1])
     assert [int(row.argmax()) for row in found[2][:4]] == [5, 6, 7, 8]
     assert reqs[0].grammar.taken == [4] and reqs[2].grammar.taken == [10], "they go back"
+
+
+class Avoids(CustomLogitProcessor):
+    """Puts out no token of the last `window` twice, nor after a request's name's length."""
+
+    def __call__(self, logits, custom_param_list=None):
+        for row, params in zip(logits, custom_param_list, strict=True):
+            req = params["__req__"]
+            row[list(req.output_ids[-params["window"] :])] = -torch.inf
+            row[len(req.rid)] += 100.0
+        return logits
+
+
+def test_logit_processors_are_shown_the_drafts_before_each_position():
+    torch.manual_seed(5)
+    reqs = [request({"logit_bias": {"3": 4.0}}, [1, 2, 3]), request({}, [7]), request({}, [9, 9])]
+    for at, req in enumerate(reqs):
+        req.rid = "x" * at
+        if at != 1:
+            req.custom_logit_processor = Avoids.to_str()
+            req.sampling_params.custom_params = {"window": at + 1, "__req__": req}
+    counts = OutputCounts(VOCABULARY, "cpu")
+    adjust = counts.adjustment(batch_of(reqs), [4, 5, 6])
+    rows, drafts = torch.tensor([2, 1, 0]), torch.randint(0, VOCABULARY, (3, K))
+    logits = torch.randn(3, K + 1, VOCABULARY)
+    found = adjust.of_verifications(logits, rows, drafts)
+    for n, row in enumerate(rows.tolist()):
+        for position in range(K + 1):
+            req = reqs[row]
+            want = slowly(logits[n, position], req, [])
+            if req.custom_logit_processor:
+                out = [*req.output_ids, *drafts[n, :position].tolist()]
+                want[out[-(row + 1) :]] = -torch.inf
+                want[row] += 100.0
+            torch.testing.assert_close(found[n, position], want)
+    assert [req.output_ids for req in reqs] == [[1, 2, 3], [7], [9, 9]], "the requests' own are untouched"
+
+
+def test_a_batch_with_a_logit_processor_waits_for_the_host():
+    reqs = [request({}), request({})]
+    batch = SimpleNamespace(
+        reqs=reqs, has_grammar=False, forward_mode=SimpleNamespace(is_decode=lambda: True)
+    )
+    scheduler = SimpleNamespace(result_queue=[1])
+    assert hooks._wait_for_the_host(True, scheduler, batch, None)
+    assert not hooks._wait_for_the_host(False, scheduler, batch, None) and not needs_the_host(batch)
+    reqs[1].custom_logit_processor = "{}"
+    assert hooks._wait_for_the_host(False, scheduler, batch, None) and needs_the_host(batch)
+    assert not hooks._wait_for_the_host(False, SimpleNamespace(result_queue=[]), batch, None)
+    assert not hooks._wait_for_the_host(False, scheduler, None, None)

@@ -87,7 +87,6 @@ def test_all_unsupported_flags_are_told_at_once():
 REQUEST = {
     "beam_width > 1": {"beam_width": 2},
     "watermark": {"watermark": {"key": "ab12"}},
-    "custom_logit_processor": {"custom_logit_processor": "{}"},
     "return_hidden_states": {"return_hidden_states": True},
     "return_sampling_mask": {"return_sampling_mask": True},
     "return_routed_experts": {"return_routed_experts": True},

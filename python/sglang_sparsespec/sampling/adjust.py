@@ -1,10 +1,10 @@
-"""Penalties, minimum lengths, logit bias and grammars, exact at every position of a round.
+"""Penalties, minimum lengths, logit bias, grammars and logit processors, exact at every position of a round.
 
 Position i of a verification predicts the token after drafts 1 to i, so it counts those too: greedy output is
 that of plain decoding, and sampled output follows the same law. (SGLang's other speculative algorithms apply
 the penalties of a round's start to all its positions.) Drafts are adjusted as well, which raises acceptance,
-but not masked by grammars, whose state the host keeps. As in SGLang, only output tokens count; the order is
-additive penalties, repetition, grammar, bias.
+but not by grammars and processors, which are the host's. As in SGLang, only output tokens count; the order is
+additive penalties, repetition, grammar, bias, processors.
 """
 
 from __future__ import annotations
@@ -29,8 +29,13 @@ def counts_tokens(params: Any) -> bool:
 
 
 def needs_adjusting(params: Any) -> bool:
-    """Whether they ask for anything that this module does."""
+    """Whether they ask for anything that this module does on the device."""
     return counts_tokens(params) or bool(params.logit_bias)
+
+
+def needs_the_host(batch: Any) -> bool:
+    """Whether some request of SGLang's `ScheduleBatch` has its logits changed by what the host knows."""
+    return batch.has_grammar or any(req.custom_logit_processor for req in batch.reqs)
 
 
 def stop_ids(req: Any) -> set[int]:
@@ -75,7 +80,7 @@ class OutputCounts:
 
     def adjustment(self, batch: Any, pools: Sequence[int]) -> Adjustment | None:
         """For a decode batch of SGLang; None where no request asks for any."""
-        if batch.has_grammar or any(needs_adjusting(req.sampling_params) for req in batch.reqs):
+        if needs_the_host(batch) or any(needs_adjusting(req.sampling_params) for req in batch.reqs):
             return Adjustment(self, batch, pools)
         return None
 
@@ -90,8 +95,9 @@ class Adjustment:
 
     def __init__(self, counts: OutputCounts, batch: Any, pools: Sequence[int]) -> None:
         params = [req.sampling_params for req in batch.reqs]
-        # SGLang runs rounds with grammars one at a time: their state is that of the last verification.
-        self._batch = batch if batch.has_grammar else None
+        # Rounds of these run one at a time: what the host knows is the state after the last verification.
+        self._grammars = batch.reqs if batch.has_grammar else None
+        self._processed = batch.reqs if any(req.custom_logit_processor for req in batch.reqs) else None
         self._bias: torch.Tensor | None = batch.sampling_info.logit_bias  # [B, V]
         self._counts = counts
         self._counted = [counts_tokens(p) for p in params]
@@ -143,10 +149,12 @@ class Adjustment:
                 seen.scatter_add_(1, draft, torch.ones_like(draft, dtype=seen.dtype))
             found.append(self._penalised(logits[:, position], requests, seen))
         out = torch.stack(found, dim=1)
-        if self._batch is not None:
-            reqs = [self._batch.reqs[row] for row in requests.tolist()]
-            compat.mask_by_grammars(out, reqs, drafts)
-        return self._biased(out, requests)
+        if self._grammars is not None:
+            compat.mask_by_grammars(out, [self._grammars[row] for row in requests.tolist()], drafts)
+        out = self._biased(out, requests)
+        if self._processed is not None:
+            compat.process_logits(out, [self._processed[row] for row in requests.tolist()], drafts)
+        return out
 
     def _biased(self, logits: torch.Tensor, requests: torch.Tensor) -> torch.Tensor:
         """`logits` [n, V] or [n, Q, V] of `requests`."""
