@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import requests
 from sglang_sparsespec._server import ServerProcess
 
-ASSETS = Path(__file__).parents[2] / "python/sglang_sparsespec/assets"
+ASSETS = Path(__file__).parents[1] / "python/sglang_sparsespec/assets"
 REASONER = ASSETS / "reasoner-5m"
 READY_S = 420
 
@@ -68,14 +68,12 @@ class Farm:
         thread.start()
 
     def _run(self, spec: Spec) -> None:
-        args = ["--dtype", "float32", "--random-seed", "1", "--skip-server-warmup", *spec.args]
-        # Without dynamo: SGLang compiles a helper of tensor-parallel embeddings, a minute of C++ here.
-        env = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", **dict(spec.env)}
-        if spec.config is not None:
-            args += ["--speculative-algorithm", "SPARSESPEC"]
-            env["SGLANG_SPARSESPEC_CONFIG"] = spec.config
-        server = ServerProcess(
-            self.models[spec.model], args, env=env, log_path=self.logs / f"{spec.name}.log", timeout_s=READY_S
+        server = make_server(
+            self.models[spec.model],
+            self.logs / f"{spec.name}.log",
+            config=spec.config,
+            args=spec.args,
+            env=dict(spec.env),
         )
         self._servers[spec.name] = server
         try:
@@ -89,6 +87,24 @@ class Farm:
             self._starting[name].join()
             if name in self._servers:
                 self._servers.pop(name).stop()
+
+
+def make_server(
+    model: Path,
+    log: Path,
+    *,
+    config: str | None,
+    args: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+) -> ServerProcess:
+    """A server that is not started yet. config: JSON of SPARSESPEC's; None: without speculation."""
+    flags = ["--dtype", "float32", "--random-seed", "1", "--skip-server-warmup", *args]
+    # Without dynamo: SGLang compiles a helper of tensor-parallel embeddings, a minute of C++ here.
+    env = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", **(env or {})}
+    if config is not None:
+        flags += ["--speculative-algorithm", "SPARSESPEC"]
+        env["SGLANG_SPARSESPEC_CONFIG"] = config
+    return ServerProcess(model, flags, env=env, log_path=log, timeout_s=READY_S)
 
 
 def generate(server: ServerProcess, prompts: Sequence[Sequence[int]], **params: Any) -> list[dict[str, Any]]:
@@ -116,12 +132,7 @@ def internal_state(server: ServerProcess) -> dict[str, Any]:
 
 
 def make_random_model(path: Path, kind: str, seed: int) -> Path:
-    """A tiny model with random weights, wide enough that its logits are far apart. kind: "qwen3" or
-    "llama"."""
-    import torch
-    import transformers
-
-    torch.manual_seed(seed)
+    """A tiny model with random weights. kind: "qwen3" or "llama"."""
     shape = {
         "vocab_size": 896,
         "hidden_size": 128,
@@ -135,13 +146,41 @@ def make_random_model(path: Path, kind: str, seed: int) -> Path:
         "bos_token_id": 0,
         "eos_token_id": 2,
     }
-    config = getattr(transformers, {"qwen3": "Qwen3Config", "llama": "LlamaConfig"}[kind])(**shape)
-    model = getattr(transformers, {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}[kind])(config)
+    return make_model(path, {"qwen3": "Qwen3Config", "llama": "LlamaConfig"}[kind], shape, seed=seed)
+
+
+def other_weights(path: Path, seed: int) -> Path:
+    """The reasoner after a few steps of a training that led nowhere."""
+    import shutil
+
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(REASONER, path)
+    torch.manual_seed(seed)
+    for file in path.glob("*.safetensors"):
+        weights = load_file(file)
+        for name, weight in weights.items():
+            noise = torch.randn(weight.shape) * weight.float().std() * 0.1
+            weights[name] = (weight.float() + (noise if weight.ndim == 2 else 0)).to(weight.dtype)
+        save_file(weights, file, metadata={"format": "pt"})
+    return path
+
+
+def make_model(path: Path, kind: str, shape: dict[str, Any], *, seed: int) -> Path:
+    """A model of a configuration class of transformers with random weights, wide enough that its logits are
+    far apart, and the reasoner's tokenizer."""
+    import torch
+    import transformers
+
+    torch.manual_seed(seed)
+    config = getattr(transformers, kind)(**shape)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if weight.ndim == 2:
-                weight.normal_(0, 0.6 / weight.shape[1] ** 0.5 if "lm_head" not in name else 0.35)
-    model.to(torch.float32).save_pretrained(path)
+            if weight.ndim >= 2:
+                weight.normal_(0, 0.35 if "lm_head" in name else 0.6 / weight.shape[-1] ** 0.5)
+    model.save_pretrained(path)
     for part in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (path / part).write_bytes((REASONER / part).read_bytes())
     return path
