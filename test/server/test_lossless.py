@@ -10,6 +10,7 @@ import pytest
 import requests
 from conftest import PLAN, TOKENS, adjusted, processed, sample_starts, structured
 from farm import generate, generate_with, internal_state
+from frontends import serves_front_ends
 from scipy import stats
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(1800)]
@@ -437,6 +438,7 @@ EXTRA = {
         stops_inside_an_accepted_run,
         pauses_and_continues,
         refuses_by_name,
+        serves_front_ends,
         exports_metrics,
     ),
     "window-k8": (reasons_as_well,),

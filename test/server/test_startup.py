@@ -1,7 +1,8 @@
-"""A server that cannot be right does not start: it says why, before weights load."""
+"""A server that cannot be right does not start: it says why, before weights load. An engine needs none."""
 
 import pytest
 from farm import REASONER
+from frontends import offline_engine
 from sglang_sparsespec._server import ServerError, ServerProcess
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(1800)]
@@ -29,3 +30,10 @@ def test_start_up_ends_with_the_reason(case):
         assert word in str(caught.value) or word in text
     assert "Load weight begin" not in text
     server.log_path.unlink()
+
+
+def test_the_offline_engine_speculates():
+    found = offline_engine()
+    assert len(found) == 2
+    for text, tokens, verifications in found:
+        assert text and 0 < verifications < tokens <= 40
