@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -129,6 +130,18 @@ def generate_with(server: ServerProcess, body: dict[str, Any]) -> dict[str, Any]
 
 def internal_state(server: ServerProcess) -> dict[str, Any]:
     return requests.get(f"{server.url}/server_info", timeout=30).json()["internal_states"][0]
+
+
+def wait_until_idle(server: ServerProcess) -> None:
+    """Raises AssertionError where it still serves after two minutes."""
+    for _ in range(240):
+        load = requests.get(f"{server.url}/v1/loads", timeout=30).json()["loads"][0]
+        if load["num_running_reqs"] == load["num_waiting_reqs"] == 0:
+            time.sleep(1)  # SGLang checks its pool for leaks whenever it idles, and ends itself on one
+            assert requests.get(f"{server.url}/health", timeout=30).status_code == 200
+            return
+        time.sleep(0.5)
+    raise AssertionError("the server did not become idle")
 
 
 def make_random_model(path: Path, kind: str, seed: int) -> Path:

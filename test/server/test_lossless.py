@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import requests
 from conftest import PLAN, TOKENS, adjusted, processed, sample_starts, structured
-from farm import generate, generate_with, internal_state
+from farm import generate, generate_with, internal_state, wait_until_idle
 from frontends import serves_front_ends
 from scipy import stats
 
@@ -285,17 +285,6 @@ def lives_through_a_storm(server, prompts, references):
     assert "KV cache pool leak detected" not in server.log_path.read_text(errors="replace")
     assert "retract" in server.log_path.read_text(errors="replace").lower()
     check_ids(server, spec, prompts, references, reasoner_tokens=40)
-
-
-def wait_until_idle(server):
-    for _ in range(240):
-        load = requests.get(f"{server.url}/v1/loads", timeout=30).json()["loads"][0]
-        if load["num_running_reqs"] == load["num_waiting_reqs"] == 0:
-            time.sleep(1)  # SGLang checks its pool for leaks whenever it idles, and ends itself on one
-            assert requests.get(f"{server.url}/health", timeout=30).status_code == 200
-            return
-        time.sleep(0.5)
-    raise AssertionError("the server did not become idle")
 
 
 def samples_from_the_model(server, prompts, references):
