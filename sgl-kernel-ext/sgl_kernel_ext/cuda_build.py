@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 SOURCES = ("verify_attention.cu", "few_rows.cu")
-CACHE_ENV = "SGL_KERNEL_EXT_CACHE"
+CACHE_ENV = "KERNEL_EXT_CACHE"
 _FLAGS = (
     "-std=c++17",
     "-O3",
@@ -70,7 +70,7 @@ def find_nvcc() -> Path | None:
 
 
 def cache_dir() -> Path:
-    """Where compiled libraries are kept: $SGL_KERNEL_EXT_CACHE or the user's cache directory."""
+    """Where compiled libraries are kept: $KERNEL_EXT_CACHE or the user's cache directory."""
     if os.environ.get(CACHE_ENV):
         return Path(os.environ[CACHE_ENV])
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sgl-kernel-ext"

@@ -16,7 +16,7 @@ status=$?
 echo "harness: status $status"
 [ $# -eq 0 ] || exit $status
 if python3 -c "import torch, pytest" 2> /dev/null; then
-  SGL_KERNEL_EXT_CACHE="$build" timeout 200 python3 test_verify_attention.py
+  KERNEL_EXT_CACHE="$build" timeout 200 python3 test_verify_attention.py
 else
   echo "torch or pytest is missing: the Python test is left out"
 fi
