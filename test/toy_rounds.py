@@ -137,10 +137,12 @@ class Toy:
         drafts: int | None = None,
         unified: bool | None = None,
         logprobs: bool = False,
+        total: int | None = None,
     ) -> list[list[int]]:
         """One round, of k drafts by default. On a GPU any wait for the device within it raises.
 
         seeds: of each request, which then samples.
+        total: fill verifications up to so many drafts.
         logprobs: also keep the verifications' logits in `self.logits`.
         """
         count, greedy = len(pools), greedy and seeds is None
@@ -171,7 +173,7 @@ class Toy:
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error")
         try:
-            outcome = self.rounds.run(batch, keys, plan)
+            outcome = self.rounds.run(batch, keys, plan, total=total)
         finally:
             if self.device == "cuda":
                 torch.cuda.set_sync_debug_mode("default")

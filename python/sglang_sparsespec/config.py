@@ -75,6 +75,11 @@ class SparseSpecConfig:
         "weights that drafts read: the model's own, or quantised copies beside them (lossless all the same)",
         choices=("model", "fp8", "int8", "int4", "int4+fp8"),
     )
+    lookup: str = _key(
+        "off",
+        "'on': rounds may be filled with what followed the same tokens earlier in the context, where it pays",
+        choices=("off", "on"),
+    )
     score_layer_stride: int = _key(
         1, "adjacent layers that share a selection; one in so many is scored", low=1, high=64
     )
@@ -92,6 +97,11 @@ class SparseSpecConfig:
             raise ConfigError(
                 "adapt is 'on' and schedule is 'unified', whose rounds always have k drafts. Use schedule "
                 "'lockstep', or adapt 'off'."
+            )
+        if self.lookup == "on" and not self.may_adapt:
+            raise ConfigError(
+                "lookup is 'on', and adapt is 'off' or schedule is 'unified': there, every round has k drafts"
+                " and no room for more. Use adapt 'auto' with schedule 'lockstep' or 'auto', or lookup 'off'."
             )
         if self.adapt == "off" and self.schedule == "auto":
             raise ConfigError(

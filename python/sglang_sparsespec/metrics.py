@@ -116,7 +116,9 @@ class AcceptanceMetrics:
         self.accepted = [0] * stride
         self.budget_tokens = 0
         self.budget_rows = 0
-        self._launched: deque[tuple[list[int], list[int]]] = deque(maxlen=64)
+        self.filled_rounds = 0
+        self.looked_up = 0  # accepted tokens that were looked up
+        self._launched: deque[tuple[list[int], list[int], int | None]] = deque(maxlen=64)
         self._prometheus: _Prometheus | None = None
         self._eager_seen = 0
 
@@ -132,25 +134,33 @@ class AcceptanceMetrics:
         if self._prometheus is not None:
             self._prometheus.chose(drafts, reason, "unified" if unified else "lockstep")
 
-    def launched(self, drafted: Sequence[int], budgets: Sequence[int]) -> None:
-        """A round was launched; `drafted[i]` drafts of request i will be verified, from `budgets[i]`
-        tokens."""
-        self._launched.append((list(drafted), list(budgets)))
+    def launched(self, drafted: Sequence[int], budgets: Sequence[int], total: int | None = None) -> None:
+        """A round was launched; `drafted[i]` drafts of request i will be verified, from `budgets[i]` tokens,
+        and with tokens that are looked up as many as `total` where that is given."""
+        self._launched.append((list(drafted), list(budgets), total))
 
-    def finished(self, accepted: Sequence[int]) -> list[int] | None:
+    def finished(self, accepted: Sequence[int]) -> tuple[list[int], int | None] | None:
         """The outcome of the oldest launched round: accepted drafts of each request.
 
-        Returns the drafts that each had made, None where no round is waiting.
+        Returns the drafts that each had made, and how many were verified where some were looked up. None
+        where no round is waiting.
         """
         if not self._launched:
             return None
-        drafted, budgets = self._launched.popleft()
+        drafted, budgets, total = self._launched.popleft()
         if len(drafted) != len(accepted):
             raise RuntimeError(f"outcome of {len(accepted)} requests for a round of {len(drafted)}.")
         if drafted and not any(drafted):
             self.plain_steps += 1
-            return drafted
+            return drafted, total
         self.rounds += 1
+        if total:
+            own = [min(made, kept) for made, kept in zip(drafted, accepted, strict=True)]
+            self.filled_rounds += 1
+            self.looked_up += sum(accepted) - sum(own)
+            if self._prometheus is not None:
+                self._prometheus.looked_up(sum(accepted) - sum(own))
+            accepted = own
         self.verifications += len(accepted)
         self.budget_tokens += sum(budgets)
         self.budget_rows += len(budgets)
@@ -160,7 +170,7 @@ class AcceptanceMetrics:
             self.accepted[position] += count
         if self._prometheus is not None:
             self._prometheus.observe(drafted, accepted, budgets)
-        return drafted
+        return drafted, total
 
     def eager(self, micro_steps: int) -> None:
         """So many micro-steps ran outside CUDA graphs since the server started."""
@@ -180,7 +190,11 @@ class AcceptanceMetrics:
             "verifications": self.verifications,
             "drafted_tokens": sum(self.drafted),
             "accepted_tokens": sum(self.accepted),
-            "accept_length": 1 + sum(self.accepted) / self.verifications if self.verifications else None,
+            "filled_rounds": self.filled_rounds,
+            "looked_up_tokens": self.looked_up,
+            "accept_length": (
+                1 + (sum(self.accepted) + self.looked_up) / self.verifications if self.verifications else None
+            ),
             "acceptance_by_position": [
                 round(kept / made, 4) if made else None
                 for made, kept in zip(self.drafted, self.accepted, strict=True)
@@ -208,6 +222,7 @@ class _Prometheus:
             "rounds_chosen", "Rounds by drafts, why, and how.", "drafts", "reason", "schedule"
         )
         self._eager = counter("eager_micro_steps", "Micro-steps that ran outside CUDA graphs.")
+        self._looked_up = counter("looked_up_tokens", "Accepted tokens that were looked up in the context.")
         self._budget = Gauge(
             "sparsespec_budget_tokens",
             "Mean KV tokens that a draft selects, in the last round.",
@@ -217,6 +232,9 @@ class _Prometheus:
 
     def chose(self, drafts: int, reason: str, schedule: str) -> None:
         self._chosen.labels(**self._labels, drafts=str(drafts), reason=reason, schedule=schedule).inc()
+
+    def looked_up(self, tokens: int) -> None:
+        self._looked_up.labels(**self._labels).inc(tokens)
 
     def eager(self, micro_steps: int) -> None:
         self._eager.labels(**self._labels).inc(micro_steps)

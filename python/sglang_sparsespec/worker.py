@@ -189,9 +189,10 @@ class SparseSpecWorker(BaseSpecWorker):
         self, device_rounds: DeviceRounds | None, req_to_token: torch.Tensor
     ) -> EagerRounds | ReplayedRounds:
         if device_rounds is None:
-            if self.config.adapt == "on":
+            if self.config.adapt == "on" or self.config.lookup == "on":
+                key = "adapt" if self.config.adapt == "on" else "lookup"
                 raise ConfigError(
-                    f"SPARSESPEC: adapt is 'on', but attention {self.attention_name!r} plans its rounds on "
+                    f"SPARSESPEC: {key} is 'on', but attention {self.attention_name!r} plans its rounds on "
                     "the host, where all have k drafts. Use attention 'fused', 'fa3', 'triton' or "
                     "'torch_paged', or adapt 'auto' or 'off'."
                 )
@@ -228,7 +229,7 @@ class SparseSpecWorker(BaseSpecWorker):
             slots = self.rounds.rounds.slots
             times = self.rounds.graphs.measure(self._plan_keys([1, slots])[0])
             costs = StepCosts(*compat.same_on_all_ranks((times, self._key_us())))
-            self.policy = AdaptivePolicy(self.config.stride, costs)
+            self.policy = AdaptivePolicy(self.config.stride, costs, lookup=self.config.lookup == "on")
             share = compat.same_on_all_ranks if get_parallel().tp_size > 1 else None
             self.learner = CostLearner(costs, share)
             self.timer.listener = self.learner.heard
@@ -286,9 +287,10 @@ class SparseSpecWorker(BaseSpecWorker):
             logger.info("SPARSESPEC quantised %d layers anew, whose weights were changed", changed)
 
     def on_verify_complete_cpu(self, num_correct_drafts_per_req: list[int], batch_size: int = 0) -> None:
-        drafted = self.metrics.finished(num_correct_drafts_per_req)
-        if drafted is not None:
-            self.policy.observe(drafted, num_correct_drafts_per_req)
+        launched = self.metrics.finished(num_correct_drafts_per_req)
+        if launched is not None:
+            drafted, total = launched
+            self.policy.observe(drafted, num_correct_drafts_per_req, total)
 
     def __getattr__(self, name: str) -> Any:
         # All else that the scheduler asks of a worker is the target's to answer.
@@ -347,12 +349,14 @@ class SparseSpecWorker(BaseSpecWorker):
         choice = self.policy.choose(load)
         plan = self.planner.plan_round(keys, choice.drafts, unified=choice.unified)
         self.metrics.chose(choice.drafts, choice.reason, unified=plan.unified)
-        self._note_launch(plan, budgets)
+        # What unified rounds left half drafted is verified as it is.
+        total = None if plan.unified else choice.total
+        self._note_launch(plan, budgets, total)
         self.timer.collect()
         unified = plan.unified if choice.unified is None else choice.unified
-        self.timer.note = Timed(load, choice.drafts, unified)
+        self.timer.note = Timed(load, choice.drafts, unified, total)
         adjustment = self.counts.adjustment(batch, [key.pool for key in keys])
-        outcome = self.rounds.run(batch, keys, plan, adjustment)
+        outcome = self.rounds.run(batch, keys, plan, adjustment, total=total)
         self.timer.lap(ROUND)
         self.metrics.eager(self.rounds.eager_micro_steps)
         logits = None
@@ -368,12 +372,12 @@ class SparseSpecWorker(BaseSpecWorker):
             can_run_cuda_graph=outcome.graphs,
         )
 
-    def _note_launch(self, plan: RoundPlan, budgets: list[int]) -> None:
+    def _note_launch(self, plan: RoundPlan, budgets: list[int], total: int | None) -> None:
         drafted = [0] * len(budgets)
         for step in plan.micro_steps:
             for row in step.verifies:
                 drafted[row.row] = row.drafted
-        self.metrics.launched(drafted, budgets)
+        self.metrics.launched(drafted, budgets, total)
 
     def _forward_eager(self, micro: MicroStepBatch) -> torch.Tensor:
         """Logits of a host-planned micro-step's tokens, [T, V]."""

@@ -8,6 +8,7 @@ import torch
 
 HEADER = 4  # int32 words before the rows: micro-step counter, greedy flag, two unused
 SCORE_ALIGN = 16  # a row's scores start at a multiple of this
+LOOK_UP_TAIL = 8  # latest tokens that a lookup compares at most
 FIELDS = 3  # a row: pool row of the request (0: empty slot), drafts made so far, row in the batch
 
 

@@ -11,10 +11,11 @@ import torch
 import triton
 import triton.language as tl
 
-from sgl_kernel_ext.buffers import SCORE_ALIGN, MicroStepBuffers, RequestTensors
+from sgl_kernel_ext.buffers import LOOK_UP_TAIL, SCORE_ALIGN, MicroStepBuffers, RequestTensors
 from sgl_kernel_ext.select import budget_of
 
 PAGE_BLOCK = 1024
+LOOK_UP_BLOCK = 1024
 
 
 @triton.jit
@@ -349,4 +350,83 @@ def finish_greedy(
         step.nd,
         Q=step.queries,
         QP=triton.next_power_of_2(step.queries),
+    )
+
+
+@triton.jit
+def _look_up_kernel(
+    HEAD,
+    TABLE,
+    COMMITTED,
+    TOKENS,
+    HISTORY,
+    stride_tokens,
+    stride_history,
+    slots,
+    most,
+    least,
+    MP: tl.constexpr,
+    TAIL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    slot = tl.program_id(0)
+    row = TABLE + ((tl.load(HEAD) * 2 + 1) * slots + slot) * 3
+    pool = tl.load(row).to(tl.int64)
+    drafted = tl.load(row + 1)
+    wanted = most - drafted
+    if (pool > 0) & (wanted > 0):
+        last = tl.load(COMMITTED + pool).to(tl.int32)  # where the last committed token stands
+        history, tokens = HISTORY + pool * stride_history, TOKENS + pool * stride_tokens
+        end = last - wanted + 1  # what follows a match must be there
+        best = tl.zeros((), tl.int32) - 1
+        for start in range(0, end, BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            alive = at < end
+            length = tl.zeros((BLOCK,), tl.int32)
+            for back in tl.static_range(TAIL):
+                if back <= drafted:
+                    own = tl.load(tokens + drafted - back).to(tl.int32)
+                else:
+                    own = tl.load(history + tl.maximum(last + drafted - back, 0))
+                there = tl.load(history + at - back, mask=alive & (at >= back), other=-1)
+                alive = alive & (there == own) & (last + drafted >= back)
+                length += alive.to(tl.int32)
+            score = tl.where(length >= least, (length << 24) | at, -1)
+            best = tl.maximum(best, tl.max(score, 0))
+        if best >= 0:
+            t = tl.arange(0, MP)
+            found = tl.load(history + (best & 0xFFFFFF) + 1 + t, mask=t < wanted, other=0)
+            tl.store(tokens + drafted + 1 + t, found.to(tl.int64), mask=t < wanted)
+            tl.store(row + 1, most)
+
+
+def look_up(
+    step: MicroStepBuffers, state: RequestTensors, history: torch.Tensor, *, most: int, least: int
+) -> None:
+    """Add tokens to what the micro-step is about to verify: those that followed the longest earlier match of
+    the latest tokens, the last one of several (prompt lookup decoding).
+
+    A verification of the step's table gets `most` drafts where at least `least` tokens match, as many as
+    LOOK_UP_TAIL are compared, and stays as it is where none do. Runs before `prepare`, and outside graphs.
+
+    Args:
+        history: [rows, W] int32, tokens of every request by position, up to the last committed one.
+        most: drafts of a verification, at most k.
+    """
+    if step.nv == 0:
+        return
+    _look_up_kernel[(step.nv,)](
+        step.header,
+        step.table,
+        state.committed,
+        state.tokens,
+        history,
+        state.tokens.stride(0),
+        history.stride(0),
+        step.table.shape[2],
+        most,
+        least,
+        MP=triton.next_power_of_2(most),
+        TAIL=LOOK_UP_TAIL,
+        BLOCK=LOOK_UP_BLOCK,
     )

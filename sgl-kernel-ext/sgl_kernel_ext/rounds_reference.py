@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from sgl_kernel_ext.buffers import SCORE_ALIGN, MicroStepBuffers, RequestTensors
+from sgl_kernel_ext.buffers import LOOK_UP_TAIL, SCORE_ALIGN, MicroStepBuffers, RequestTensors
 from sgl_kernel_ext.reference import key16, scores, select, selected_count
 
 __all__ = [
     "draft_pages",
     "finish_greedy",
+    "look_up",
     "prepare",
     "score_keys",
     "select",
@@ -126,6 +127,29 @@ def finish_greedy(
         out_len[request] = len(tokens)
         state.tokens[pool, 0] = tokens[-1]
         state.committed[pool] += len(tokens)
+
+
+def look_up(
+    step: MicroStepBuffers, state: RequestTensors, history: torch.Tensor, *, most: int, least: int
+) -> None:
+    micro = int(step.header[0])
+    for slot in range(step.nv):
+        pool, drafted, _ = step.table[micro, 1, slot].tolist()
+        wanted = most - drafted
+        if not pool or wanted <= 0:
+            continue
+        past = history[pool, : int(state.committed[pool]) + 1].tolist()
+        tail = (past + state.tokens[pool, 1 : drafted + 1].tolist())[-LOOK_UP_TAIL:]
+        best = (0, -1)
+        for at in range(len(past) - wanted):
+            length = 0
+            while length < min(len(tail), at + 1) and past[at - length] == tail[-1 - length]:
+                length += 1
+            best = max(best, (length, at))
+        if best[0] >= least:
+            found = past[best[1] + 1 :][:wanted]
+            state.tokens[pool, drafted + 1 : most + 1] = torch.tensor(found, device=state.tokens.device)
+            step.table[micro, 1, slot, 1] = most
 
 
 def score_keys(

@@ -133,3 +133,28 @@ def test_selections_are_settled_for_scored_rows_only(window_sink: int) -> None:
     same(state, twin)
     assert state.selected_len[7] == 3, "no more than the prefix"
     assert state.selected_base[5] == twin.selected_base[5]
+
+
+@pytest.mark.parametrize("words", [2, 5, 40])
+def test_lookups_continue_the_longest_match_as_the_reference_does(words: int) -> None:
+    found = 0
+    for seed in range(12):
+        rng = random.Random(f"{words}{seed}")
+        state, step = make_state(rng), make_step(rng, 2, 4, micro=1)
+        state.committed[:] = torch.tensor([0, *(rng.choice([0, 3, 40, 1030, 2500]) for _ in range(ROWS - 1))])
+        history = torch.randint(1, words + 1, (ROWS, 2600), dtype=torch.int32, device=DEVICE)
+        state.tokens.copy_(torch.randint(1, words + 1, state.tokens.shape))
+        for pool in range(ROWS):
+            history[pool, state.committed[pool]] = state.tokens[pool, 0]
+        if words == 40 and int(state.committed[4]) > 30:  # a chain that repeats itself
+            history[4, 11:21] = history[4, int(state.committed[4]) - 9 : int(state.committed[4]) + 1]
+        twin_state, twin = copy.deepcopy(state), copy.deepcopy(step)
+        most, least = rng.randint(1, STRIDE), rng.choice([1, 3])
+        before = step.table.clone()
+        rounds.look_up(step, state, history, most=most, least=least)
+        rounds_reference.look_up(twin, twin_state, history, most=most, least=least)
+        assert torch.equal(step.table, twin.table)
+        same(state, twin_state)
+        assert torch.equal(step.table[..., [0, 2]], before[..., [0, 2]])
+        found += int((step.table != before).sum())
+    assert found > (8 if words < 40 else 0)

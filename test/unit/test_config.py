@@ -57,6 +57,7 @@ def test_every_key_can_be_given():
         "attention": "torch",
         "draft_weights": "model",
         "adapt": "auto",
+        "lookup": "off",
         "score_layer_stride": 2,
         "score_every": 3,
         "debug_drafts": "wrong",
@@ -312,6 +313,9 @@ def test_adapting_and_unified_exclude_each_other():
         resolve({"adapt": "on", "schedule": "unified"})
     assert not resolve({"schedule": "unified"}).may_adapt
     assert not resolve({"adapt": "off"}).may_adapt
+    for given in ({"adapt": "off"}, {"schedule": "unified"}):
+        with refused("lookup is 'on'", "no room for more", "or lookup 'off'"):
+            resolve({"lookup": "on", **given})
     with refused("schedule is 'auto'", "adapt is 'off'", "Use adapt 'auto'"):
         resolve({"adapt": "off", "schedule": "auto"})
     assert resolve({"adapt": "on", "schedule": "auto"}).may_adapt

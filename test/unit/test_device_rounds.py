@@ -220,6 +220,37 @@ def test_seeded_rounds_emit_what_plain_decoding_with_the_seed_does(schedule):
     assert len(found[1]) + len(found[4]) > 2.2 * 24, "some drafts stand"
 
 
+@pytest.mark.parametrize("kind", ["greedy", "seeded", "fused"])
+def test_rounds_filled_with_lookups_emit_what_plain_decoding_does(kind):
+    """What a request will put out stands in its context already, behind the same tokens, and mostly right."""
+    config = dataclasses.replace(BASE, lookup="on", draft_support=32)
+    attention = Separate() if kind == "greedy" else TorchPagedAttention()
+    seeds = {1: 5, 4: -7} if kind == "seeded" else {1: None, 4: None}
+    toy = Toy(config, attention)
+    wanted = {pool: Toy(config, attention).plain(pool, 24, seed) for pool, seed in seeds.items()}
+    for pool, tokens in wanted.items():
+        length = toy.committed[pool]
+        past = torch.randint(0, 40, (length,), dtype=torch.int32)
+        chain = [*past[-4:].tolist(), pool, *tokens]
+        past[20 : 20 + len(chain)] = torch.tensor(chain, dtype=torch.int32)
+        past[34] = 39 - past[34]  # once it is wrong
+        toy.rounds.rounds.history[pool, :length] = past
+        toy.rounds.rounds.history[pool, length] = pool
+    found, rounds = {pool: [] for pool in seeds}, 0
+    while min(map(len, found.values())) < 24:
+        given = [seeds[pool] for pool in found] if kind == "seeded" else None
+        drafts, total = [(1, 4), (2, 4), (3, None), (1, 2), (0, None)][rounds % 5]
+        for pool, row in zip(
+            found, toy.run(list(found), drafts=drafts, total=total, seeds=given), strict=True
+        ):
+            found[pool] += row
+            at = toy.committed[pool]
+            assert toy.rounds.rounds.history[pool, at + 1 - len(row) : at + 1].tolist() == row
+        rounds += 1
+    assert {pool: row[:24] for pool, row in found.items()} == wanted
+    assert rounds < 16, "lookups are accepted"
+
+
 def test_a_sampled_round_emits_at_least_one_token():
     toy = Toy(BASE, TorchPagedAttention())
     for _ in range(3):

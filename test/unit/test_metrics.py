@@ -18,6 +18,8 @@ def test_nothing_counted_yet():
         "verifications": 0,
         "drafted_tokens": 0,
         "accepted_tokens": 0,
+        "filled_rounds": 0,
+        "looked_up_tokens": 0,
         "accept_length": None,
         "acceptance_by_position": [None, None],
         "budget_tokens_mean": None,
@@ -39,6 +41,8 @@ def test_drafts_are_counted_by_position():
         "verifications": 4,
         "drafted_tokens": 7,
         "accepted_tokens": 4,
+        "filled_rounds": 0,
+        "looked_up_tokens": 0,
         "accept_length": 2.0,
         "acceptance_by_position": [0.6667, 0.5, 0.5],
         "budget_tokens_mean": 90.0,
@@ -50,15 +54,25 @@ def test_plain_steps_are_no_rounds():
     for drafts, reason in ((0, "load"), (4, "faster"), (0, "load")):
         metrics.chose(drafts, reason)
         metrics.launched([drafts] * 2, [50, 70])
-    assert metrics.finished([0, 0]) == [0, 0]
-    assert metrics.finished([4, 2]) == [4, 4]
-    assert metrics.finished([0, 0]) == [0, 0]
+    assert metrics.finished([0, 0]) == ([0, 0], None)
+    assert metrics.finished([4, 2]) == ([4, 4], None)
+    assert metrics.finished([0, 0]) == ([0, 0], None)
     assert metrics.finished([0, 0]) is None
     found = metrics.snapshot()
     assert (found["rounds"], found["plain_steps"], found["verifications"]) == (1, 2, 2)
     assert found["accept_length"] == 4.0
     assert found["rounds_by_drafts"] == {"0": 2, "4": 1}
     assert found["rounds_by_reason"] == {"faster": 1, "load": 2}
+
+
+def test_tokens_that_were_looked_up_are_counted_apart():
+    metrics = AcceptanceMetrics(4)
+    metrics.launched([1, 1, 1], [50, 50, 50], 4)
+    assert metrics.finished([4, 0, 2]) == ([1, 1, 1], 4)
+    found = metrics.snapshot()
+    assert (found["filled_rounds"], found["looked_up_tokens"], found["accepted_tokens"]) == (1, 4, 2)
+    assert found["accept_length"] == 3.0
+    assert found["acceptance_by_position"] == [0.6667, None, None, None]
 
 
 def test_phases_are_told_to_the_listener_with_the_note_they_began_with():

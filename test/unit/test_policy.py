@@ -8,6 +8,7 @@ from sglang_sparsespec.rounds.costs import FEWEST, OLD, Load, StepCosts
 from sglang_sparsespec.rounds.learning import LISTEN_EVERY, SHARE_EVERY, CostLearner, Timed
 from sglang_sparsespec.rounds.policy import (
     AGAIN_AFTER,
+    DEEPER_EVERY,
     DWELL,
     PLAIN_EVERY,
     PLAIN_STEPS,
@@ -435,6 +436,50 @@ def test_a_look_that_was_faster_than_plain_decoding_is_soon_followed_by_another(
     policy.observe([4] * 48, [4] * 48)
     policy.observe([0] * 48, [0] * 48)
     assert rounds_until_probe() <= AGAIN_AFTER + 2
+
+
+def served_with_lookups(found, rate=0.9, rounds=300):
+    """What a server chooses whose lookups are right with probability `found` where those before are."""
+    rng, at = random.Random(8), load(2, 8192)
+    graphs = {0: [(8, 2400.0)], 1: [(8, 5400.0)], 4: [(8, 6500.0)], 7: [(8, 7000.0)]}
+    policy, choices = AdaptivePolicy(6, StepCosts(graphs, 0.03), lookup=True), Counter()
+    for turn in range(rounds):
+        made = policy.choose(at)
+        total, accepted = made.total or made.drafts, []
+        for _ in range(at.rows):
+            kept = 0
+            while kept < total and rng.random() < (rate if kept < made.drafts else found):
+                kept += 1
+            accepted.append(kept)
+        policy.observe([made.drafts] * at.rows, accepted, made.total)
+        if turn > rounds // 2 and made.reason != "probe":
+            choices[made.drafts, made.total] += 1
+    return policy, choices
+
+
+def test_rounds_are_filled_where_lookups_are_right():
+    policy, choices = served_with_lookups(0.95)
+    assert choices.most_common(1)[0][0] == (1, 6), "a draft costs 2.4 ms, a lookup nothing"
+    assert policy.acceptance.expected()[1] == pytest.approx(1.9, abs=0.1), "drafts are counted for themselves"
+    policy, choices = served_with_lookups(0.0, rate=0.97)
+    assert choices.most_common(1)[0][0] == (6, None)
+    policy, choices = served_with_lookups(0.95, rounds=2 * DEEPER_EVERY + 40)
+    assert (1, 6) in choices, "a look is taken from time to time, and followed where it was good"
+
+
+def test_a_filled_round_costs_its_drafts_and_the_verification_of_all():
+    table, at = costs(), load(8, 2000)
+    times = table.filled_us(at)
+    assert set(times) == {(d, 4) for d in (1, 2, 3)} | {(d, 8) for d in range(1, 8)}
+    drafts = 2 * table.draft_us(8, at.selected)
+    assert times[2, 8] == pytest.approx(table.verify_us(8, 8, at.keys) + drafts)
+    learner, note = CostLearner(table), Timed(at, 2, False, 8)
+    for _ in range(12):
+        learner.heard("verify", (times[2, 8] - drafts + 500) / 1e6, note)
+    assert table.filled_us(at)[2, 8] == pytest.approx(times[2, 8] + 500)
+    for _ in range(12):
+        learner.heard("round", (times[2, 8] + 800) / 1e6, note)
+    assert table.filled_us(at)[2, 8] == pytest.approx(times[2, 8] + 800)
 
 
 def test_load_is_never_probed():

@@ -68,7 +68,9 @@ class StepCosts:
     _clock: int = field(init=False, default=0)  # rounds measured
     _seen: dict[tuple[Kind, int], int] = field(init=False, default_factory=dict)  # and when what was
     _latest: dict[tuple[Kind, int], deque[float]] = field(init=False, default_factory=dict)
-    _rounds: dict[tuple[str, int], deque[tuple[Load, int, float]]] = field(init=False, default_factory=dict)
+    _rounds: dict[tuple[str, int], deque[tuple[Load, int, int | None, float]]] = field(
+        init=False, default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         for kind, points in self.graphs.items():
@@ -105,12 +107,23 @@ class StepCosts:
             start = width
         return times
 
+    def filled_us(self, load: Load) -> dict[tuple[int, int], float]:
+        """Lockstep rounds of some drafts that verify more, which are looked up: {(drafts, all that are
+        verified): microseconds}. They fill the graphs that there are."""
+        draft = self.draft_us(load.rows, load.selected)
+        rest = self._rest(load.rows, 1, unified=False)
+        times: dict[tuple[int, int], float] = {}
+        for width in self.widths[1:]:
+            verify = self.verify_us(load.rows, width - 1, load.keys) + rest
+            times |= {(drafts, width - 1): verify + drafts * draft for drafts in range(1, width - 1)}
+        return times
+
     def unified_us(self, load: Load, stride: int) -> float:
         """A unified round of k = `stride` drafts: k+1 micro-steps that share the verifications."""
         return self._unified_us(load, stride) + self._rest(load.rows, stride, unified=True)
 
-    def _lockstep_us(self, load: Load, drafts: int) -> float:
-        verify = self.verify_us(load.rows, drafts, load.keys)
+    def _lockstep_us(self, load: Load, drafts: int, total: int | None = None) -> float:
+        verify = self.verify_us(load.rows, total or drafts, load.keys)
         return verify + drafts * self.draft_us(load.rows, load.selected) if drafts else verify
 
     def _unified_us(self, load: Load, stride: int) -> float:
@@ -149,7 +162,7 @@ class StepCosts:
         return us * rows / slots
 
     def correct(self, kind: str, load: Load, drafts: int, us: float) -> None:
-        """Learn from one micro-step, of KINDS, that took `us` in a round of so many drafts."""
+        """Learn from one micro-step, of KINDS, that took `us` in a round that verifies so many drafts."""
         graph: Kind = 0 if kind == "draft" else kind if kind == "mixed" else self._width(drafts)
         keys = {"draft": load.selected, "mixed": self._mixed_keys(load, drafts)}.get(kind, load.keys)
         at = graph, load.rows.bit_length()
@@ -174,14 +187,16 @@ class StepCosts:
             self._drift[size] = self._drifted[at] = drift
         self._offsets[at] = us
 
-    def correct_round(self, load: Load, drafts: int, us: float, *, unified: bool) -> None:
-        """Learn from a round that ended `us` after the one before it."""
+    def correct_round(
+        self, load: Load, drafts: int, us: float, *, unified: bool, total: int | None = None
+    ) -> None:
+        """Learn from a round that ended `us` after the one before it. total: see `filled_us`."""
         size = load.rows.bit_length()
         at = _way(drafts, unified), size
         rounds = self._rounds.setdefault(at, deque(maxlen=LATEST))
         self._clock += 1
         self._drop_old(at, rounds)
-        rounds.append((load, drafts, us))
+        rounds.append((load, drafts, total, us))
         self._find_rests(size, at[0])
 
     def knows_rounds(self, load: Load, drafts: int, *, unified: bool) -> bool:
@@ -194,8 +209,11 @@ class StepCosts:
             at = way, size
             rounds = self._rounds.get(at, ())
             if len(rounds) >= FEWEST and self._clock - self._seen[at] <= OLD:
-                modelled = self._unified_us if way == "unified" else self._lockstep_us
-                self._rests[at] = _middle([us - modelled(load, drafts) for load, drafts, us in rounds])
+                if way == "unified":
+                    left = [us - self._unified_us(load, drafts) for load, drafts, _, us in rounds]
+                else:
+                    left = [us - self._lockstep_us(load, drafts, total) for load, drafts, total, us in rounds]
+                self._rests[at] = _middle(left)
 
     def learnt(self) -> tuple[dict[tuple[Kind, int], float], dict[tuple[str, int], float]]:
         """What measurements have changed, for `take`."""

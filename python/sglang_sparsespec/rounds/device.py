@@ -20,6 +20,8 @@ from sglang_sparsespec.rounds.kernels import RoundKernels
 from sglang_sparsespec.rounds.planner import RequestKey, RoundPlan
 from sglang_sparsespec.rounds.state import RequestState
 
+LOOK_UP_LEAST = 3  # tokens that must match
+
 
 @dataclass(frozen=True)
 class DeviceStep:
@@ -90,6 +92,8 @@ class DeviceRounds:
             selected_base=state.selected_base,
             req_to_token=req_to_token,
         )
+        # Tokens of every request by position, up to the last committed one.
+        self.history = ints(*req_to_token.shape) if config.lookup == "on" else None
         self._starts: dict[int, torch.Tensor] = {}  # by tokens of a verify slot
         self.reset()
 
@@ -126,6 +130,35 @@ class DeviceRounds:
             # The pinned block goes back to torch's host allocator, which waits for this copy.
             host = host.pin_memory()
         self.flat_table.copy_(host, non_blocking=True)
+
+    # -- lookups, between the graphs of a round -------------------------------------
+
+    def remember(
+        self, pools: torch.Tensor, at: torch.Tensor, tokens: torch.Tensor, lengths: torch.Tensor
+    ) -> None:
+        """Requests `pools` [n] put out the first `lengths` [n] of `tokens` [n, Q], from `at` [n] on."""
+        if self.history is None:
+            return
+        columns = torch.arange(tokens.shape[1], device=tokens.device)
+        places = (at[:, None] + columns).clamp(max=self.history.shape[1] - 1)
+        rows = pools[:, None].expand_as(places)
+        real = columns < lengths[:, None]
+        self.history[rows, places] = torch.where(real, tokens.int(), self.history[rows, places])
+
+    def look_up(self, count: int, pools: torch.Tensor, drafted: int, most: int) -> None:
+        """Fill the coming micro-step's `count` verifications of `drafted` drafts up to `most`."""
+        if self.history is None:
+            raise RuntimeError("nothing is remembered: lookup is off.")
+        step = self.buffers.step(0, count, most + 1)
+        self.kernels.look_up(step, self.requests, self.history, most=most, least=LOOK_UP_LEAST)
+        state = self.state
+        # What a sampled request draws its acceptance from: the token is certain.
+        state.support_ids[pools, drafted:most, 0] = state.tokens[pools, drafted + 1 : most + 1]
+        state.support_probs[pools, drafted:most] = 0.0
+        state.support_probs[pools, drafted:most, 0] = 1.0
+        if self.fused:
+            # No draft has seen these positions: their queries are not scored.
+            self.lse[:, pools, drafted:most] = float("-inf")
 
     # -- the device's part of a micro-step -------------------------------------
 

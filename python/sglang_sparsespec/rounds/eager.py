@@ -68,8 +68,10 @@ class EagerRounds:
         keys: list[RequestKey],
         plan: RoundPlan,
         adjustment: Adjustment | None = None,
+        *,
+        total: int | None = None,
     ) -> RoundOutcome:
-        """Run a round of `batch` (SGLang's ScheduleBatch)."""
+        """Run a round of `batch` (SGLang's ScheduleBatch). total: None; nothing is looked up here."""
         if batch.seq_lens.is_cuda:
             batch.seq_lens.record_stream(torch.cuda.current_stream())
         committed_cpu = batch.seq_lens_cpu.tolist()

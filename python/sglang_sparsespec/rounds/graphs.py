@@ -147,10 +147,14 @@ class MicroStepGraphs:
             best = min(best, seconds_of(run, self.rounds.header.device))
         return 1e6 * best
 
-    def run(self, step: MicroStep, *, scored: bool) -> tuple[DeviceStep, torch.Tensor]:
+    def run(self, step: MicroStep, *, scored: bool, width: int = 0) -> tuple[DeviceStep, torch.Tensor]:
         """Run a micro-step of the uploaded round. Returns it with the logits [T, V] of its slots, which the
-        next one overwrites."""
-        width = max((row.drafted + 1 for row in step.verifies), default=0)
+        next one overwrites.
+
+        Args:
+            width: tokens of a verify slot, at least; the host does not know of those that are looked up.
+        """
+        width = max(width, max(row.drafted for row in step.verifies) + 1) if step.verifies else 0
         wanted = GraphKey(len(step.drafts), len(step.verifies), scored and width > 0, width)
         key = self._fit(wanted)
         if key is None:

@@ -24,6 +24,7 @@ class RoundKernels:
     verify_pages: Callable[..., Any]
     settle: Callable[..., Any]
     finish_greedy: Callable[..., Any]
+    look_up: Callable[..., Any]
     score_keys: Callable[..., Any]
     select: Callable[..., Any]
 
@@ -59,6 +60,7 @@ def load_kernels(device: str) -> RoundKernels:
         rounds.verify_pages,
         rounds.settle,
         rounds.finish_greedy,
+        rounds.look_up,
         score_keys,
         select,
     )

@@ -19,6 +19,7 @@ class Timed(NamedTuple):
     load: Load
     drafts: int
     unified: bool
+    total: int | None = None  # drafts verified, where some were looked up
 
 
 class CostLearner:
@@ -46,9 +47,11 @@ class CostLearner:
             known = self._own.knows_rounds(note.load, note.drafts, unified=note.unified)
             if known and self._heard % LISTEN_EVERY:
                 return
-            self._own.correct_round(note.load, note.drafts, 1e6 * seconds, unified=note.unified)
+            self._own.correct_round(
+                note.load, note.drafts, 1e6 * seconds, unified=note.unified, total=note.total
+            )
         elif phase in KINDS:
-            self._own.correct(phase, note.load, note.drafts, 1e6 * seconds)
+            self._own.correct(phase, note.load, note.total or note.drafts, 1e6 * seconds)
 
     def next_round(self) -> None:
         """A round is about to be chosen."""

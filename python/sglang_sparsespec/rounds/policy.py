@@ -16,6 +16,7 @@ from sglang_sparsespec.rounds.costs import FEWEST, Load, StepCosts
 # What the acceptance of a first draft is taken for before any was seen: more than can be hoped for. That of a
 # later one is taken for what the one before it has. Both weigh as much as so many drafts that were seen.
 PRIOR, PRIOR_WEIGHT = 0.95, 8.0
+LOOKUP_PRIOR = 0.5  # of the first token that is looked up
 MEMORY = 0.98  # what a round's counts weigh a round later
 MOST_WEIGHT = 500.0  # drafts that all counts of a position weigh at most, so that many requests are not stiff
 MARGIN = 1.03  # how much better another number of drafts must be; to plain decoding there is none
@@ -39,7 +40,8 @@ REASONS = (
 )
 
 
-Way = tuple[int, bool]  # drafts, and whether the round is unified; (0, False) is plain decoding
+# Drafts, whether the round is unified, and drafts verified where lookups fill it. (0, False): plain decoding.
+Way = tuple[int, bool] | tuple[int, bool, int]
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Choice:
     drafts: int
     reason: str  # of REASONS
     unified: bool | None = None  # None: as configured
+    total: int | None = None  # drafts verified, where those that are not made are looked up
 
 
 class RoundPolicy(Protocol):
@@ -54,7 +57,7 @@ class RoundPolicy(Protocol):
 
     def choose(self, load: Load) -> Choice: ...
 
-    def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None: ...
+    def observe(self, drafted: Sequence[int], accepted: Sequence[int], total: int | None = None) -> None: ...
 
 
 class FixedPolicy:
@@ -66,7 +69,7 @@ class FixedPolicy:
     def choose(self, load: Load) -> Choice:
         return self._choice
 
-    def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+    def observe(self, drafted: Sequence[int], accepted: Sequence[int], total: int | None = None) -> None:
         """Nothing is learnt."""
 
 
@@ -89,7 +92,8 @@ class Acceptance:
     there under another load must not keep rounds short.
     """
 
-    def __init__(self, stride: int) -> None:
+    def __init__(self, stride: int, prior: float = PRIOR) -> None:
+        self._prior = prior
         self._reached = [0.0] * stride
         self._kept = [0.0] * stride
 
@@ -109,7 +113,7 @@ class Acceptance:
 
     def expected(self) -> list[float]:
         """Tokens that a verification of 0, 1 ... k drafts yields on average, its own included."""
-        rate, alive, totals = PRIOR, 1.0, [1.0]
+        rate, alive, totals = self._prior, 1.0, [1.0]
         for reached, kept in zip(self._reached, self._kept, strict=True):
             rate = (kept + PRIOR_WEIGHT * rate) / (reached + PRIOR_WEIGHT)
             alive *= rate
@@ -124,11 +128,14 @@ class AdaptivePolicy:
         stride: k, the most drafts.
         costs: of micro-steps; shared with whoever corrects them. Unified rounds are considered where they
             were measured.
+        lookup: whether rounds may be filled with tokens that are looked up.
     """
 
-    def __init__(self, stride: int, costs: StepCosts) -> None:
+    def __init__(self, stride: int, costs: StepCosts, *, lookup: bool = False) -> None:
         self.costs = costs
         self.acceptance = Acceptance(stride)
+        self.lookups = Acceptance(stride, LOOKUP_PRIOR) if lookup else None  # that follow accepted drafts
+        self._unlooked = 0  # rounds since one was filled
         widths = costs.widths
         if widths[:1] != [1] or len(widths) < 2:
             raise ValueError(f"verify widths {widths}: plain decoding and one more are needed.")
@@ -152,8 +159,9 @@ class AdaptivePolicy:
         times = self._times(load)
         self._worth = times[self._half, False] / times[0, False]
         tokens = self.acceptance.expected()
-        speeds = {way: tokens[way[0]] / us for way, us in times.items()}
-        best, now = max(speeds, key=speeds.__getitem__), (self._now.drafts, bool(self._now.unified))
+        looked = self.lookups.expected() if self.lookups is not None else tokens
+        speeds = {way: _expected(way, tokens, looked) / us for way, us in times.items()}
+        best, now = max(speeds, key=speeds.__getitem__), _way_of(self._now)
         if best == now:
             self._now = self._because(best, times)
         elif self._since > DWELL or speeds[best] > REGRET * speeds[now]:
@@ -174,6 +182,11 @@ class AdaptivePolicy:
             if self._drafting >= PLAIN_EVERY + PLAIN_STEPS:
                 self._drafting = 0
             return Choice(0, "probe", False)
+        if self.lookups is not None and self._now.reason != "load":
+            self._unlooked = 0 if self._now.total else self._unlooked + 1
+            if self._unlooked > DEEPER_EVERY:
+                self._unlooked = 0
+                return Choice(1, "probe", False, self._stride)
         self._unseen = 0 if self._now.drafts == self._stride else self._unseen + 1
         every = DEEPER_EVERY if self._now.drafts else PROBE_EVERY
         if self._unseen <= every or self._now.reason == "load":
@@ -181,7 +194,9 @@ class AdaptivePolicy:
         self._unseen = 0
         return Choice(self._stride if self._now.drafts else self._half, "probe", False)
 
-    def observe(self, drafted: Sequence[int], accepted: Sequence[int]) -> None:
+    def observe(self, drafted: Sequence[int], accepted: Sequence[int], total: int | None = None) -> None:
+        if total and self.lookups is not None:
+            accepted = self._observe_lookups(drafted, accepted, total)
         if self._now.drafts or not any(drafted):
             self.acceptance.observe(drafted, accepted)
             return
@@ -189,18 +204,46 @@ class AdaptivePolicy:
         if 1 + sum(accepted) / len(accepted) > self._worth:
             self._unseen = max(self._unseen, PROBE_EVERY - AGAIN_AFTER)
 
+    def _observe_lookups(self, drafted: Sequence[int], accepted: Sequence[int], total: int) -> list[int]:
+        """Returns what was accepted of the drafts themselves."""
+        # A lookup is reached where all drafts before it were accepted.
+        more = [
+            (total - made, kept - made) for made, kept in zip(drafted, accepted, strict=True) if kept >= made
+        ]
+        if more and self.lookups is not None:
+            self.lookups.observe([most for most, _ in more], [kept for _, kept in more])
+            if not self._now.total and sum(kept for _, kept in more) >= len(more):
+                self._unlooked = max(self._unlooked, DEEPER_EVERY - AGAIN_AFTER)
+        return [min(made, kept) for made, kept in zip(drafted, accepted, strict=True)]
+
     def _times(self, load: Load) -> dict[Way, float]:
         """Microseconds of each way to make a round."""
         lockstep = self.costs.rounds_us(load, self._stride)
         times: dict[Way, float] = {(drafts, False): us for drafts, us in enumerate(lockstep)}
         if self.costs.knows_unified:
             times[self._stride, True] = self.costs.unified_us(load, self._stride)
+        if self.lookups is not None:
+            times |= {(made, False, total): us for (made, total), us in self.costs.filled_us(load).items()}
         return times
 
     def _because(self, way: Way, times: dict[Way, float]) -> Choice:
-        drafts, unified = way
+        drafts, unified, *total = way
         if drafts:
-            return Choice(drafts, "faster", unified)
+            return Choice(drafts, "faster", unified, *total)
         plain = 1 / times[0, False]
-        hopeless = all((made + 1) / us < PROMISE * plain for (made, _), us in times.items() if made)
+        hopeless = all((other[-1] + 1 if len(other) > 2 else other[0] + 1) / us < PROMISE * plain
+                       for other, us in times.items() if other[0])  # fmt: skip
         return Choice(0, "load" if hopeless else "acceptance", False)
+
+
+def _way_of(choice: Choice) -> Way:
+    way = (choice.drafts, bool(choice.unified))
+    return (*way, choice.total) if choice.total else way
+
+
+def _expected(way: Way, tokens: Sequence[float], looked: Sequence[float]) -> float:
+    """Tokens that a verification yields: of drafts, and of lookups where all drafts were right."""
+    drafts = way[0]
+    if len(way) == 2:
+        return tokens[drafts]
+    return tokens[drafts] + (tokens[drafts] - tokens[drafts - 1]) * (looked[way[2] - drafts] - 1)

@@ -17,6 +17,7 @@ from sglang_sparsespec.sampling.adjust import Adjustment
 from sglang_sparsespec.sampling.filters import SamplingRows
 from sglang_sparsespec.sampling.seeds import seeds_of
 from sglang_sparsespec.sampling.tail import accept_verified, store_drafts
+from sglang_sparsespec.sampling.upload import upload
 
 
 def _kind(step: MicroStep, plan: RoundPlan) -> str:
@@ -66,7 +67,15 @@ class ReplayedRounds:
         self.graphs.capture()
 
     def prefilled(self, batch: Any, keys: list[RequestKey], seeded_rows: list[int]) -> None:
-        """A prefill ran. The attention backend keeps the device state."""
+        """A prefill ran. The attention backend keeps the device state of its selections."""
+        if self.rounds.history is None:
+            return
+        pools, lengths = batch.req_pool_indices.long(), batch.seq_lens.long()
+        for req, key, length in zip(batch.reqs, keys, batch.seq_lens_cpu.tolist(), strict=True):
+            ids = [*req.origin_input_ids, *req.output_ids][:length]
+            self.rounds.history[key.pool, :length] = upload(ids, pools.device, torch.int32)
+        first = self.state.tokens[pools, :1]
+        self.rounds.remember(pools, lengths, first, torch.ones_like(lengths))
 
     def forget(self) -> None:
         """The KV cache was flushed."""
@@ -82,8 +91,14 @@ class ReplayedRounds:
         keys: list[RequestKey],
         plan: RoundPlan,
         adjustment: Adjustment | None = None,
+        *,
+        total: int | None = None,
     ) -> RoundOutcome:
-        """Run a round of `batch` (SGLang's ScheduleBatch)."""
+        """Run a round of `batch` (SGLang's ScheduleBatch).
+
+        Args:
+            total: verify so many drafts of each request, those that were not made looked up in its context.
+        """
         if batch.seq_lens.is_cuda:
             batch.seq_lens.record_stream(torch.cuda.current_stream())
         pools = batch.req_pool_indices.long()
@@ -104,15 +119,19 @@ class ReplayedRounds:
                 self.rounds.header[0] += 1
                 continue
             with self._timer.phase(_kind(step, plan)):
-                device_step, logits = self.graphs.run(step, scored=scored)
+                if total and step.verifies:
+                    self.rounds.look_up(len(step.verifies), pools, plan.drafts, total)
+                device_step, logits = self.graphs.run(step, scored=scored, width=(total or 0) + 1)
             if not inside:
                 self._settle(at, step, device_step, logits, rows, adjustment, kept)
             elif step.verifies and batch.return_logprob:
                 kept.add(self._rows_of(at, 1, step)[2], _verified(device_step, step, logits))
         count = len(keys)
+        out, made = self.rounds.out_tokens[:count], self.rounds.out_lens[:count]
+        self.rounds.remember(pools, batch.seq_lens.long() + 1, out, made)
         return RoundOutcome(
-            tokens=self.rounds.out_tokens[:count].clone(),
-            lengths=self.rounds.out_lens[:count].clone(),
+            tokens=out.clone(),
+            lengths=made.clone(),
             committed=self.state.committed[pools],
             bonus=self.state.tokens[pools, 0],
             graphs=self.graphs.eager_micro_steps == before,
