@@ -462,7 +462,8 @@ def test_rounds_are_filled_where_lookups_are_right():
     assert choices.most_common(1)[0][0] == (1, 6), "a draft costs 2.4 ms, a lookup nothing"
     assert policy.acceptance.expected()[1] == pytest.approx(1.9, abs=0.1), "drafts are counted for themselves"
     policy, choices = served_with_lookups(0.0, rate=0.97)
-    assert choices.most_common(1)[0][0] == (6, None)
+    assert choices.most_common(1)[0][0][0] >= 5, "within the 3% that change nothing"
+    assert policy.lookups.expected()[1] < 1.1
     policy, choices = served_with_lookups(0.95, rounds=2 * DEEPER_EVERY + 40)
     assert (1, 6) in choices, "a look is taken from time to time, and followed where it was good"
 
