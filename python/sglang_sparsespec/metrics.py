@@ -154,13 +154,12 @@ class AcceptanceMetrics:
             self.plain_steps += 1
             return drafted, total
         self.rounds += 1
+        looked_up = 0
         if total:
             own = [min(made, kept) for made, kept in zip(drafted, accepted, strict=True)]
+            looked_up, accepted = sum(accepted) - sum(own), own
             self.filled_rounds += 1
-            self.looked_up += sum(accepted) - sum(own)
-            if self._prometheus is not None:
-                self._prometheus.looked_up(sum(accepted) - sum(own))
-            accepted = own
+            self.looked_up += looked_up
         self.verifications += len(accepted)
         self.budget_tokens += sum(budgets)
         self.budget_rows += len(budgets)
@@ -169,7 +168,7 @@ class AcceptanceMetrics:
         for position, count in enumerate(above(accepted, len(self.accepted))):
             self.accepted[position] += count
         if self._prometheus is not None:
-            self._prometheus.observe(drafted, accepted, budgets)
+            self._prometheus.observe(drafted, accepted, budgets, looked_up)
         return drafted, total
 
     def eager(self, micro_steps: int) -> None:
@@ -233,13 +232,13 @@ class _Prometheus:
     def chose(self, drafts: int, reason: str, schedule: str) -> None:
         self._chosen.labels(**self._labels, drafts=str(drafts), reason=reason, schedule=schedule).inc()
 
-    def looked_up(self, tokens: int) -> None:
-        self._looked_up.labels(**self._labels).inc(tokens)
-
     def eager(self, micro_steps: int) -> None:
         self._eager.labels(**self._labels).inc(micro_steps)
 
-    def observe(self, drafted: Sequence[int], accepted: Sequence[int], budgets: Sequence[int]) -> None:
+    def observe(
+        self, drafted: Sequence[int], accepted: Sequence[int], budgets: Sequence[int], looked_up: int
+    ) -> None:
+        self._looked_up.labels(**self._labels).inc(looked_up)
         self._rounds.labels(**self._labels).inc()
         self._verifications.labels(**self._labels).inc(len(accepted))
         if budgets:

@@ -162,6 +162,7 @@ def test_prometheus_counts_the_same():
         "sparsespec_drafted_tokens_total/m/1": 2,
         "sparsespec_accepted_tokens_total/m/0": 2,
         "sparsespec_accepted_tokens_total/m/1": 0,
+        "sparsespec_looked_up_tokens_total/m": 0,
         "sparsespec_verifications_total/m": 3,
         "sparsespec_rounds_total/m": 3,
         "sparsespec_budget_tokens/m": 20,  # of the last round that had any
