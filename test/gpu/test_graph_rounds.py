@@ -83,3 +83,26 @@ def test_a_sampled_round_does_not_wait_for_the_device_either():
         rows = toy.run([2, 5, 6], greedy=False)
         assert all(1 <= len(row) <= 5 for row in rows)
     assert toy.rounds.eager_micro_steps == 0
+
+
+@pytest.mark.parametrize("name", ["lockstep", "fused"])
+@pytest.mark.parametrize("greedy", [True, False])
+def test_filled_rounds_give_what_eager_ones_give_and_wait_for_nothing(name, greedy):
+    config = SparseSpecConfig(stride=4, min_tokens=32, draft_support=8, adapt="on", lookup="on")
+    config = dataclasses.replace(config, **CONFIGS[name])
+    graphed, eager = make(config, graphs=True), make(config, graphs=False)
+    torch.manual_seed(6)
+    past = torch.randint(0, 6, graphed.rounds.rounds.history.shape, dtype=torch.int32)
+    for toy in (graphed, eager):
+        toy.rounds.rounds.history.copy_(past)
+        for pool in range(1, 7):
+            toy.rounds.rounds.history[pool, toy.committed[pool]] = pool
+    rng = random.Random(4)
+    for drafts, total in ((1, 4), (1, 2), (4, None), (2, 4), (0, None), (3, 4)) * 2:
+        pools = rng.sample(range(1, 7), rng.randint(1, 6))
+        got = graphed.run(pools, drafts=drafts, total=total, greedy=greedy)
+        assert all(1 <= len(row) <= (total or drafts) + 1 for row in got)
+        if greedy:
+            assert got == eager.run(pools, drafts=drafts, total=total)
+            assert torch.equal(graphed.rounds.rounds.history[1:], eager.rounds.rounds.history[1:])
+    assert graphed.rounds.eager_micro_steps == 0

@@ -57,7 +57,8 @@ PLAN = [
         stride=8,
         min_tokens=32,
         attention="torch_paged",
-        adapt="off",
+        adapt="on",
+        lookup="on",
         args=("--context-length", "160"),
     ),
     _spec(

@@ -118,6 +118,14 @@ def test_drafts_are_accepted_again_after_a_long_stretch_of_plain_decoding():
     assert [len(row) for row in toy.run([1, 2])] == [5, 5]
 
 
+def test_sampled_rounds_may_be_filled_with_lookups():
+    toy = Toy(dataclasses.replace(BASE, lookup="on"), TorchPagedAttention())
+    toy.rounds.rounds.history.random_(0, 4)
+    for drafts, total in ((1, 4), (4, None), (2, 3), (1, 4)):
+        rows = toy.run([2, 5], greedy=False, drafts=drafts, total=total)
+        assert all(1 <= len(row) <= (total or drafts) + 1 for row in rows)
+
+
 def test_sampled_rounds_may_have_any_number_of_drafts():
     toy = Toy(BASE, TorchPagedAttention())
     for drafts in (0, 4, 1, 0, 3):

@@ -145,17 +145,21 @@ class DeviceRounds:
         real = columns < lengths[:, None]
         self.history[rows, places] = torch.where(real, tokens.int(), self.history[rows, places])
 
-    def look_up(self, count: int, pools: torch.Tensor, drafted: int, most: int) -> None:
-        """Fill the coming micro-step's `count` verifications of `drafted` drafts up to `most`."""
+    def look_up(self, pools: torch.Tensor, drafted: int, most: int, *, sampled: bool) -> None:
+        """Fill the coming micro-step's verifications of `pools` [n], of `drafted` drafts each, up to `most`.
+
+        Args:
+            sampled: acceptance is drawn, and needs to know what tokens were drawn from.
+        """
         if self.history is None:
             raise RuntimeError("nothing is remembered: lookup is off.")
-        step = self.buffers.step(0, count, most + 1)
+        step = self.buffers.step(0, len(pools), most + 1)
         self.kernels.look_up(step, self.requests, self.history, most=most, least=LOOK_UP_LEAST)
         state = self.state
-        # What a sampled request draws its acceptance from: the token is certain.
-        state.support_ids[pools, drafted:most, 0] = state.tokens[pools, drafted + 1 : most + 1]
-        state.support_probs[pools, drafted:most] = 0.0
-        state.support_probs[pools, drafted:most, 0] = 1.0
+        if sampled:  # from one token that was certain
+            state.support_ids[pools, drafted:most, 0] = state.tokens[pools, drafted + 1 : most + 1]
+            state.support_probs[pools, drafted:most] = 0.0
+            state.support_probs[pools, drafted:most, 0] = 1.0
         if self.fused:
             # No draft has seen these positions: their queries are not scored.
             self.lse[:, pools, drafted:most] = float("-inf")

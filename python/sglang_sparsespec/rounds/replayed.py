@@ -120,7 +120,7 @@ class ReplayedRounds:
                 continue
             with self._timer.phase(_kind(step, plan)):
                 if total and step.verifies:
-                    self.rounds.look_up(len(step.verifies), pools, plan.drafts, total)
+                    self.rounds.look_up(pools, plan.drafts, total, sampled=not inside)
                 device_step, logits = self.graphs.run(step, scored=scored, width=(total or 0) + 1)
             if not inside:
                 self._settle(at, step, device_step, logits, rows, adjustment, kept)
