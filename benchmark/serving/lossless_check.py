@@ -33,6 +33,7 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "pillar-unified": {"schedule": "unified"},
     "pillar-auto": {"schedule": "auto"},
     "pillar-fixed": {"adapt": "off"},
+    "pillar-lookup": {"lookup": "on"},
     "pillar-fp8": {"draft_weights": "fp8"},
     "pillar-int8": {"draft_weights": "int8"},
     "pillar-int4": {"draft_weights": "int4"},
