@@ -10,15 +10,15 @@ import sglang as sgl
 
 
 @sgl.function
-def solve(state, problem):
-    state += problem
-    state += sgl.gen("chain", max_tokens=40, temperature=0)
-    state += " so the answer is " + sgl.select("digit", choices=["1", "2", "3"])
-    branches = state.fork(2)
+def solve(s, problem):  # SGLang wants this name
+    s += problem
+    s += sgl.gen("chain", max_tokens=40, temperature=0)
+    s += " so the answer is " + sgl.select("digit", choices=["1", "2", "3"])
+    branches = s.fork(2)
     for branch in branches:
         branch += " because" + sgl.gen("why", max_tokens=10, temperature=0)
-    state["reasons"] = [branch["why"] for branch in branches]
-    state += " . number " + sgl.gen("number", max_tokens=8, regex="[0-9]{2}")
+    s["reasons"] = [branch["why"] for branch in branches]
+    s += " . number " + sgl.gen("number", max_tokens=8, regex="[0-9]{2}")
 
 
 def main(url: str) -> None:
