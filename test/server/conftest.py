@@ -1,7 +1,6 @@
 """The servers of this folder's tests, in the order in which the tests use them."""
 
 import json
-import time
 
 import pytest
 from farm import REASONER, Farm, Spec, generate, generate_with, make_random_model, other_weights
@@ -159,9 +158,7 @@ def references(farm, prompts):
             several, params = adjusted(ids)
             found[f"adjusted-{model}"] = []
             for prompt, own in zip(several, params, strict=True):
-                # SGLang loses a count when a request with penalties joins one that has just ended without.
-                time.sleep(0.5)
-                found[f"adjusted-{model}"] += [generate(server, [prompt], **own)[0]["output_ids"]]
+                found[f"adjusted-{model}"] += [agreed(server, prompt, own)]
         if model == "qwen3":
             found["processed"] = [generate_with(server, body)["output_ids"] for body in processed(ids)]
             found["samples"] = sample_starts(server, ids[0])
@@ -175,11 +172,23 @@ def adjusted(prompts):
         {"presence_penalty": 2.0},
         {"repetition_penalty": 1.6},
         {"min_new_tokens": 20, "stop_token_ids": list(range(0, 896, 3)), "ignore_eos": False},
+        {"frequency_penalty": 1.5, "repetition_penalty": 0.7, "min_new_tokens": 9, "logit_bias": {"25": 9.0}},
         {"logit_bias": {"11": 9.0, "30": -100.0}},
         {},
-        {"frequency_penalty": 1.5, "repetition_penalty": 0.7, "min_new_tokens": 9, "logit_bias": {"25": 9.0}},
     )
     return [prompts[i % 3] for i in range(len(kinds))], [{"max_new_tokens": 30, **kind} for kind in kinds]
+
+
+def agreed(server, prompt, params):
+    """What plain decoding says twice in a row. SGLang loses a count of a request with penalties that joins
+    one without which has just ended; the second one joins at most one with."""
+    last = None
+    for _ in range(6):
+        found = generate(server, [prompt], **params)[0]["output_ids"]
+        if found == last:
+            return found
+        last = found
+    raise AssertionError(f"plain decoding says something else each time: {params}")
 
 
 def with_weights(server, model, ids):

@@ -681,7 +681,7 @@ def test_a_load_that_changes_is_followed_within_a_second(key):
     was measured: after 40 rounds of each the server is near the best again."""
     rng = random.Random(round(100 * key))
     losses = []
-    for _ in range(12):
+    for _ in range(8):
         gpu = Drifting(6, rng)
         gpu.costs.key_us *= key
         served = Served(gpu, rng)
