@@ -172,7 +172,6 @@ def adjusted(prompts):
         {"presence_penalty": 2.0},
         {"repetition_penalty": 1.6},
         {"min_new_tokens": 20, "stop_token_ids": list(range(0, 896, 3)), "ignore_eos": False},
-        {"frequency_penalty": 1.5, "repetition_penalty": 0.7, "min_new_tokens": 9, "logit_bias": {"25": 9.0}},
         {"logit_bias": {"11": 9.0, "30": -100.0}},
         {},
     )
