@@ -13,7 +13,7 @@ from typing import Any
 import requests
 from sglang_sparsespec._server import ServerProcess
 
-ASSETS = Path(__file__).parents[1] / "python/sglang_sparsespec/assets"
+ASSETS = Path(__file__).resolve().parents[1] / "python/sglang_sparsespec/assets"
 REASONER = ASSETS / "reasoner-5m"
 READY_S = 420
 

@@ -4,23 +4,27 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from farm import REASONER
 
-EXAMPLES = Path(__file__).parents[2] / "docs/examples"
+EXAMPLES = Path(__file__).resolve().parents[2] / "docs/examples"
 
 
 def run(*command, **env):
     """What a Python program prints. Fails with its last lines."""
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", **env},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    # Elsewhere: the load generator leaves its results where it runs.
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(
+            [sys.executable, *map(str, command)],
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", **env},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
     assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
     return done.stdout
 
