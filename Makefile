@@ -18,8 +18,8 @@ PY := $(VENV)/bin/python
 export PYTHONPATH := $(CURDIR)/python:$(CURDIR)/sgl-kernel-ext$(if $(PYTHONPATH),:$(PYTHONPATH))
 SOURCES := python test benchmark sgl-kernel-ext
 
-.PHONY: help venv demo doctor test test-unit test-kernels test-optimized test-startup test-server test-models test-storm test-kits test-gpu lint \
-  format bench-reasoner clean clean-venvs
+.PHONY: help venv demo doctor test test-unit test-kernels test-optimized test-startup test-server \
+  test-models test-storm test-kits test-gpu lint format bench-reasoner clean clean-venvs
 
 help:
 	@cat <<-'END'

@@ -128,6 +128,13 @@ def generate_with(server: ServerProcess, body: dict[str, Any]) -> dict[str, Any]
     return reply.json()
 
 
+def update_weights(server: ServerProcess, model: Path) -> None:
+    """Let a running server take the weights of `model`. Raises where it does not."""
+    update = {"model_path": str(model)}
+    reply = requests.post(f"{server.url}/update_weights_from_disk", json=update, timeout=120)
+    assert reply.status_code == 200 and reply.json()["success"], reply.text[:300]
+
+
 def internal_state(server: ServerProcess) -> dict[str, Any]:
     return requests.get(f"{server.url}/server_info", timeout=30).json()["internal_states"][0]
 
@@ -174,7 +181,7 @@ def other_weights(path: Path, seed: int) -> Path:
     for file in path.glob("*.safetensors"):
         weights = load_file(file)
         for name, weight in weights.items():
-            noise = torch.randn(weight.shape) * weight.float().std() * 0.1
+            noise = torch.randn(weight.shape) * weight.float().std() * 0.5
             weights[name] = (weight.float() + (noise if weight.ndim == 2 else 0)).to(weight.dtype)
         save_file(weights, file, metadata={"format": "pt"})
     return path

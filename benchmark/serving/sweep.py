@@ -278,7 +278,7 @@ def rounds_between(before: dict[str, Any], after: dict[str, Any]) -> dict[str, A
             found[name] = many
     verifications = after.get("verifications", 0) - before.get("verifications", 0)
     if verifications > 0:
-        accepted = after["accepted_tokens"] - before["accepted_tokens"]
+        accepted = sum(after.get(n, 0) - before.get(n, 0) for n in ("accepted_tokens", "looked_up_tokens"))
         found["server_acceptance_length"] = round(1 + accepted / verifications, 3)
     return found
 

@@ -43,7 +43,22 @@ def parse_args(argv: Sequence[str] | None = None, description: str | None = None
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    _add_server_options(parser)
+    add("--model-path", "--model", required=True, help="model folder or name, the same for all servers")
+    add(
+        "--algorithms",
+        default="plain,sparsespec,ngram",
+        help=f"which, in this order, of {', '.join(ALGORITHMS)} (default plain,sparsespec,ngram)",
+    )
+    add(
+        "--seed", type=int, default=1, help="of the prompts and, as --random-seed, of the servers (default 1)"
+    )
+    add("--server-flags", default="", help="more of every server: --server-flags='--tp-size 2'")
+    add(
+        "--sparsespec-config",
+        metavar="JSON",
+        help="of the SPARSESPEC servers: JSON or the path of a JSON file",
+    )
+    add("--ngram-flags", default="", help="more flags of the NGRAM server (default: SGLang's own defaults)")
     add("--out", type=Path, required=True, help="JSON file; an existing one gets one more run")
     add("--context", type=_positive, nargs="*", default=[8192], help="L, tokens of a prompt; empty: no cells")
     add("--concurrency", type=_positive, nargs="+", default=[1, 16, 48], help="N, requests of a cell")
@@ -73,26 +88,6 @@ def parse_args(argv: Sequence[str] | None = None, description: str | None = None
     add("--run-timeout", type=_positive, default=900, help="seconds for one run of the prompts file")
     add("--time-limit", type=_positive, default=7200, help="seconds after which nothing new is started")
     return check_args(parser.parse_args(argv))
-
-
-def _add_server_options(parser: argparse.ArgumentParser) -> None:
-    add, algorithms = parser.add_argument, "plain,sparsespec,ngram"
-    add("--model-path", "--model", required=True, help="model folder or name, the same for all servers")
-    add(
-        "--algorithms",
-        default=algorithms,
-        help=f"which, in this order, of {', '.join(ALGORITHMS)} (default {algorithms})",
-    )
-    add(
-        "--seed", type=int, default=1, help="of the prompts and, as --random-seed, of the servers (default 1)"
-    )
-    add("--server-flags", default="", help="more of every server: --server-flags='--tp-size 2'")
-    add(
-        "--sparsespec-config",
-        metavar="JSON",
-        help="of the SPARSESPEC servers: JSON or the path of a JSON file",
-    )
-    add("--ngram-flags", default="", help="more flags of the NGRAM server (default: SGLang's own defaults)")
 
 
 def check_args(args: argparse.Namespace) -> argparse.Namespace:

@@ -372,6 +372,11 @@ def mask_by_grammars(logits: Any, reqs: Sequence[Any], drafts: Any) -> None:
         GrammarMask(grammar, mask.to(logits.device)).apply(logits.view(rows * width, vocabulary))
 
 
+def has_processors(batch: Any) -> bool:
+    """Whether some request of SGLang's `ScheduleBatch` has a logit processor."""
+    return any(req.custom_logit_processor for req in batch.reqs)
+
+
 class _Seen:
     """A request as it will be once it has put out `more` tokens."""
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from sglang_sparsespec import compat
 from sglang_sparsespec.config import CONFIG_ENV, SparseSpecConfig
 from sglang_sparsespec.rounds.planner import kv_reserve
 
@@ -73,7 +74,7 @@ def _refuse_request(result: str | None, scheduler: Any, req: Any) -> str | None:
 
 def _wait_for_the_host(result: bool, scheduler: Any, batch: Any, last_batch: Any) -> bool:
     decodes = batch is not None and batch.forward_mode.is_decode() and len(scheduler.result_queue) > 0
-    return result or (decodes and any(req.custom_logit_processor for req in batch.reqs))
+    return result or (decodes and compat.has_processors(batch))
 
 
 def _seed_prefills(result: Any, *args: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from sglang_sparsespec.rounds.policy import above
+from sglang_sparsespec.rounds.policy import above, of_drafts
 
 
 def seconds_of(work: Callable[[], Any], device: torch.device | str) -> float:
@@ -156,7 +156,7 @@ class AcceptanceMetrics:
         self.rounds += 1
         looked_up = 0
         if total:
-            own = [min(made, kept) for made, kept in zip(drafted, accepted, strict=True)]
+            own = of_drafts(drafted, accepted)
             looked_up, accepted = sum(accepted) - sum(own), own
             self.filled_rounds += 1
             self.looked_up += looked_up

@@ -190,11 +190,13 @@ class SparseSpecWorker(BaseSpecWorker):
     ) -> EagerRounds | ReplayedRounds:
         if device_rounds is None:
             if self.config.adapt == "on" or self.config.lookup == "on":
-                key = "adapt" if self.config.adapt == "on" else "lookup"
+                key, instead = "adapt", "adapt 'auto' or 'off'"
+                if self.config.adapt != "on":
+                    key, instead = "lookup", "lookup 'off'"
                 raise ConfigError(
                     f"SPARSESPEC: {key} is 'on', but attention {self.attention_name!r} plans its rounds on "
                     "the host, where all have k drafts. Use attention 'fused', 'fa3', 'triton' or "
-                    "'torch_paged', or adapt 'auto' or 'off'."
+                    f"'torch_paged', or {instead}."
                 )
             return EagerRounds(self.config, self.state, req_to_token, self._forward_eager, self._generator)
         from sglang_sparsespec.rounds.replayed import ReplayedRounds

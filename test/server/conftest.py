@@ -3,7 +3,16 @@
 import json
 
 import pytest
-from farm import REASONER, Farm, Spec, generate, generate_with, make_random_model, other_weights
+from farm import (
+    REASONER,
+    Farm,
+    Spec,
+    generate,
+    generate_with,
+    make_random_model,
+    other_weights,
+    update_weights,
+)
 from sglang_sparsespec._client import encode_prompts, load_problems
 
 # The shorter half of the demo's problems: their chains take a few hundred tokens each.
@@ -192,10 +201,7 @@ def agreed(server, prompt, params):
 
 def with_weights(server, model, ids):
     """What the server puts out once it has taken the weights of `model`."""
-    import requests
-
-    update = {"model_path": str(model)}
-    requests.post(f"{server.url}/update_weights_from_disk", json=update, timeout=60).raise_for_status()
+    update_weights(server, model)
     return [r["output_ids"] for r in generate(server, ids, max_new_tokens=60, ignore_eos=False)]
 
 

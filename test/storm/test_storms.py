@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import requests
-from farm import REASONER, generate, make_server, other_weights, wait_until_idle
+from farm import REASONER, generate, make_server, other_weights, update_weights, wait_until_idle
 from sglang_sparsespec._client import encode_prompts, load_problems
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(1800)]
@@ -181,9 +181,7 @@ def test_weight_updates_under_load(server, prompts, canary, tmp_path):
         running = pool.submit(load)
         for model in (other, REASONER, other, REASONER):
             time.sleep(2)
-            update = {"model_path": str(model)}
-            reply = requests.post(f"{server.url}/update_weights_from_disk", json=update, timeout=120)
-            assert reply.status_code == 200 and reply.json()["success"], reply.text
+            update_weights(server, model)
         stop.set()
         running.result(timeout=120)
     assert set(ends) == {200}

@@ -138,7 +138,7 @@ class DeviceRounds:
     ) -> None:
         """Requests `pools` [n] put out the first `lengths` [n] of `tokens` [n, Q], from `at` [n] on."""
         if self.history is None:
-            return
+            raise RuntimeError("nothing is remembered: lookup is off.")
         columns = torch.arange(tokens.shape[1], device=tokens.device)
         places = (at[:, None] + columns).clamp(max=self.history.shape[1] - 1)
         rows = pools[:, None].expand_as(places)

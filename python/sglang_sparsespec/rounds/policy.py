@@ -85,6 +85,11 @@ def above(values: Sequence[int], count: int) -> list[int]:
     return sums[::-1]
 
 
+def of_drafts(drafted: Sequence[int], accepted: Sequence[int]) -> list[int]:
+    """What was accepted of the drafts themselves, without what was looked up behind them."""
+    return [min(made, kept) for made, kept in zip(drafted, accepted, strict=True)]
+
+
 class Acceptance:
     """How likely draft i is accepted where all before it were, from recent rounds.
 
@@ -196,7 +201,8 @@ class AdaptivePolicy:
 
     def observe(self, drafted: Sequence[int], accepted: Sequence[int], total: int | None = None) -> None:
         if total and self.lookups is not None:
-            accepted = self._observe_lookups(drafted, accepted, total)
+            self._observe_lookups(self.lookups, drafted, accepted, total)
+            accepted = of_drafts(drafted, accepted)
         if self._now.drafts or not any(drafted):
             self.acceptance.observe(drafted, accepted)
             return
@@ -204,17 +210,17 @@ class AdaptivePolicy:
         if 1 + sum(accepted) / len(accepted) > self._worth:
             self._unseen = max(self._unseen, PROBE_EVERY - AGAIN_AFTER)
 
-    def _observe_lookups(self, drafted: Sequence[int], accepted: Sequence[int], total: int) -> list[int]:
-        """Returns what was accepted of the drafts themselves."""
+    def _observe_lookups(
+        self, lookups: Acceptance, drafted: Sequence[int], accepted: Sequence[int], total: int
+    ) -> None:
         # A lookup is reached where all drafts before it were accepted.
         more = [
             (total - made, kept - made) for made, kept in zip(drafted, accepted, strict=True) if kept >= made
         ]
-        if more and self.lookups is not None:
-            self.lookups.observe([most for most, _ in more], [kept for _, kept in more])
+        if more:
+            lookups.observe([most for most, _ in more], [kept for _, kept in more])
             if not self._now.total and sum(kept for _, kept in more) >= len(more):
                 self._unlooked = max(self._unlooked, DEEPER_EVERY - AGAIN_AFTER)
-        return [min(made, kept) for made, kept in zip(drafted, accepted, strict=True)]
 
     def _times(self, load: Load) -> dict[Way, float]:
         """Microseconds of each way to make a round."""
@@ -231,8 +237,9 @@ class AdaptivePolicy:
         if drafts:
             return Choice(drafts, "faster", unified, *total)
         plain = 1 / times[0, False]
-        hopeless = all((other[-1] + 1 if len(other) > 2 else other[0] + 1) / us < PROMISE * plain
-                       for other, us in times.items() if other[0])  # fmt: skip
+        hopeless = all(
+            (_verified(other) + 1) / us < PROMISE * plain for other, us in times.items() if other[0]
+        )
         return Choice(0, "load" if hopeless else "acceptance", False)
 
 
@@ -241,9 +248,14 @@ def _way_of(choice: Choice) -> Way:
     return (*way, choice.total) if choice.total else way
 
 
+def _verified(way: Way) -> int:
+    """Drafts verified, those that are looked up included."""
+    return way[2] if len(way) == 3 else way[0]
+
+
 def _expected(way: Way, tokens: Sequence[float], looked: Sequence[float]) -> float:
     """Tokens that a verification yields: of drafts, and of lookups where all drafts were right."""
-    drafts = way[0]
-    if len(way) == 2:
+    drafts, more = way[0], _verified(way) - way[0]
+    if not more:
         return tokens[drafts]
-    return tokens[drafts] + (tokens[drafts] - tokens[drafts - 1]) * (looked[way[2] - drafts] - 1)
+    return tokens[drafts] + (tokens[drafts] - tokens[drafts - 1]) * (looked[more] - 1)

@@ -128,7 +128,8 @@ class ReplayedRounds:
                 kept.add(self._rows_of(at, 1, step)[2], _verified(device_step, step, logits))
         count = len(keys)
         out, made = self.rounds.out_tokens[:count], self.rounds.out_lens[:count]
-        self.rounds.remember(pools, batch.seq_lens.long() + 1, out, made)
+        if self.rounds.history is not None:
+            self.rounds.remember(pools, batch.seq_lens.long() + 1, out, made)
         return RoundOutcome(
             tokens=out.clone(),
             lengths=made.clone(),

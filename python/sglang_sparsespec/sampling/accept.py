@@ -49,7 +49,7 @@ def draft_tokens(
     probs = probs / probs.sum(dim=-1, keepdim=True)
     picked = draw(probs, generator)
     if rows.seeds is not None and positions is not None:
-        picked = torch.where(rows.seeds.given, rows.seeds.pick(probs, positions, ids), picked)
+        picked = rows.seeds.over(picked, probs, positions, ids)
     return Drafts(ids.gather(1, picked[:, None]).squeeze(1), ids, probs)
 
 
@@ -94,7 +94,7 @@ def accept_drafts(
         target = sampling_probs(logits.squeeze(1), rows)
         bonus = draw(target, generator)
         if rows.seeds is not None and positions is not None:
-            bonus = torch.where(rows.seeds.given, rows.seeds.pick(target, positions), bonus)
+            bonus = rows.seeds.over(bonus, target, positions)
         return _pack(drafts, torch.zeros_like(drafted), bonus)
     each = torch.arange(requests, device=drafts.device).repeat_interleave(k + 1)
     target = sampling_probs(logits.reshape(-1, vocabulary), rows.take(each)).view(requests, k + 1, vocabulary)

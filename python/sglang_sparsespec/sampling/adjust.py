@@ -35,7 +35,7 @@ def needs_adjusting(params: Any) -> bool:
 
 def needs_the_host(batch: Any) -> bool:
     """Whether some request of SGLang's `ScheduleBatch` has its logits changed by what the host knows."""
-    return batch.has_grammar or any(req.custom_logit_processor for req in batch.reqs)
+    return batch.has_grammar or compat.has_processors(batch)
 
 
 def stop_ids(req: Any) -> set[int]:
@@ -97,7 +97,7 @@ class Adjustment:
         params = [req.sampling_params for req in batch.reqs]
         # Rounds of these run one at a time: what the host knows is the state after the last verification.
         self._grammars = batch.reqs if batch.has_grammar else None
-        self._processed = batch.reqs if any(req.custom_logit_processor for req in batch.reqs) else None
+        self._processed = batch.reqs if compat.has_processors(batch) else None
         self._bias: torch.Tensor | None = batch.sampling_info.logit_bias  # [B, V]
         self._counts = counts
         self._counted = [counts_tokens(p) for p in params]

@@ -61,6 +61,16 @@ class Seeds:
         noise = gumbel(self.values[:, None], positions[:, None], ids)
         return (probs.double().log() + noise).argmax(dim=-1)
 
+    def over(
+        self,
+        drawn: torch.Tensor,
+        probs: torch.Tensor,
+        positions: torch.Tensor,
+        ids: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`drawn` [N], the columns of rows with seeds replaced by those that `pick` takes."""
+        return torch.where(self.given, self.pick(probs, positions, ids).to(drawn.dtype), drawn)
+
 
 def gumbel(seeds: torch.Tensor, positions: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Gumbel noise, float64, of the broadcast shape of the int64 arguments."""
@@ -118,5 +128,4 @@ def sample_prefilled(
 
     seeds, (tokens, captured) = _prefilled[-1], result
     probs = filtered(probs.float(), SamplingRows.from_batch(info))
-    picked = seeds.pick(probs, positions).to(tokens.dtype)
-    return torch.where(seeds.given, picked, tokens.view(-1)), captured
+    return seeds.over(tokens.view(-1), probs, positions), captured
