@@ -40,6 +40,7 @@ SIGNATURES = (
     "managers.tp_worker.TpModelWorker.forward_batch_generation",
     "layers.sampler.Sampler._sample_from_probs",
     "managers.scheduler.Scheduler.is_disable_overlap_for_batch",
+    "managers.scheduler.Scheduler.process_input_requests",
     "mem_cache.allocation_sizing.get_alloc_reserve_per_decode",
     "mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
     "mem_cache.kv_index_translator.KVIndexTranslator.bind_own_plan",
@@ -370,6 +371,25 @@ def mask_by_grammars(logits: Any, reqs: Sequence[Any], drafts: Any) -> None:
     mask, grammar = generate_token_bitmask(list(reqs), *tree.resolve(), vocabulary)
     if mask is not None:
         GrammarMask(grammar, mask.to(logits.device)).apply(logits.view(rows * width, vocabulary))
+
+
+def wants_idle(message: Any) -> bool:
+    """Whether SGLang fails this message to the scheduler, or ends itself over it, unless nothing is running."""
+    from sglang.srt.managers import io_struct
+
+    kinds = (io_struct.FlushCacheReqInput, io_struct.ReleaseMemoryOccupationReqInput)
+    # Updates of weights have a field of this name, and without it take no notice of what is running.
+    return isinstance(message, kinds) or getattr(message, "flush_cache", False)
+
+
+def is_settling(scheduler: Any) -> bool:
+    """Whether all that still runs are steps of requests which have already ended."""
+    if scheduler._engine_paused or scheduler.waiting_queue or scheduler.chunked_req is not None:
+        return False
+    batches = [scheduler.running_batch, scheduler.last_batch]
+    batches += [batch for batch, _ in getattr(scheduler, "result_queue", ())]
+    reqs = [req for batch in batches if batch is not None for req in batch.reqs]
+    return bool(reqs) and all(req.finished() for req in reqs)
 
 
 def has_processors(batch: Any) -> bool:

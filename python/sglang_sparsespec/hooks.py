@@ -65,6 +65,8 @@ EVERYWHERE: tuple[Hook, ...] = (
 
 # -- in the scheduler process, with SPARSESPEC selected -------------------------------------
 
+HELD = "_sparsespec_held"  # the scheduler's messages that wait
+
 
 def _refuse_request(result: str | None, scheduler: Any, req: Any) -> str | None:
     from sglang_sparsespec.refusals import request_refusal
@@ -75,6 +77,25 @@ def _refuse_request(result: str | None, scheduler: Any, req: Any) -> str | None:
 def _wait_for_the_host(result: bool, scheduler: Any, batch: Any, last_batch: Any) -> bool:
     decodes = batch is not None and batch.forward_mode.is_decode() and len(scheduler.result_queue) > 0
     return result or (decodes and compat.has_processors(batch))
+
+
+def _settle_first(process: Any, scheduler: Any, recv_reqs: list[Any]) -> None:
+    """A message that wants an idle scheduler, and those after it, wait for rounds that outlive their requests.
+
+    A client that has its last reply may send such a message at once, while a step or a whole round for the
+    ended request is still running.
+    """
+    messages = [*getattr(scheduler, HELD, ()), *recv_reqs]
+    setattr(scheduler, HELD, [])
+    done = 0
+    for at, message in enumerate(messages):
+        if compat.wants_idle(message):
+            process(scheduler, messages[done:at])
+            done = at
+            if compat.is_settling(scheduler):
+                setattr(scheduler, HELD, messages[at:])
+                return
+    process(scheduler, messages[done:])
 
 
 def _seed_prefills(result: Any, *args: Any) -> Any:
@@ -121,6 +142,12 @@ def scheduler_hooks(config: SparseSpecConfig, device: str) -> list[Hook]:
             HookType.AFTER,
             _wait_for_the_host,
             "logit processors are shown what was put out, which overlap scheduling does not know yet",
+        ),
+        Hook(
+            "sglang.srt.managers.scheduler.Scheduler.process_input_requests",
+            HookType.AROUND,
+            _settle_first,
+            "a flush or an update of weights right after the last reply would fail on the round that still runs",
         ),
         Hook(
             "sglang.srt.layers.sampler.Sampler._sample_from_probs",
