@@ -374,7 +374,7 @@ def mask_by_grammars(logits: Any, reqs: Sequence[Any], drafts: Any) -> None:
 
 
 def wants_idle(message: Any) -> bool:
-    """Whether SGLang fails this message to the scheduler, or ends itself over it, unless nothing is running."""
+    """Whether SGLang fails this message, or ends itself over it, unless nothing is running."""
     from sglang.srt.managers import io_struct
 
     kinds = (io_struct.FlushCacheReqInput, io_struct.ReleaseMemoryOccupationReqInput)

@@ -80,7 +80,7 @@ def _wait_for_the_host(result: bool, scheduler: Any, batch: Any, last_batch: Any
 
 
 def _settle_first(process: Any, scheduler: Any, recv_reqs: list[Any]) -> None:
-    """A message that wants an idle scheduler, and those after it, wait for rounds that outlive their requests.
+    """Messages that want an idle scheduler, and those after them, wait for rounds that outlive requests.
 
     A client that has its last reply may send such a message at once, while a step or a whole round for the
     ended request is still running.
@@ -147,7 +147,7 @@ def scheduler_hooks(config: SparseSpecConfig, device: str) -> list[Hook]:
             "sglang.srt.managers.scheduler.Scheduler.process_input_requests",
             HookType.AROUND,
             _settle_first,
-            "a flush or an update of weights right after the last reply would fail on the round that still runs",
+            "a flush or weight update right after the last reply would fail on the round that still runs",
         ),
         Hook(
             "sglang.srt.layers.sampler.Sampler._sample_from_probs",

@@ -12,13 +12,10 @@ def batch(*finished):
 
 
 def scheduler(running=(), last=None, queued=None, **others):
-    found = SimpleNamespace(
-        _engine_paused=False, waiting_queue=[], chunked_req=None, running_batch=batch(*running), last_batch=last
-    )
-    if queued is not None:
-        found.result_queue = [(queued, None)]
-    vars(found).update(others)
-    return found
+    """As much of SGLang's as is looked at. queued: none without overlap."""
+    fields = {"_engine_paused": False, "waiting_queue": [], "chunked_req": None, "last_batch": last}
+    fields |= {} if queued is None else {"result_queue": [(queued, None)]}
+    return SimpleNamespace(**{**fields, "running_batch": batch(*running), **others})
 
 
 def dispatched(scheduler, *messages):
@@ -50,8 +47,8 @@ def test_what_wants_an_idle_scheduler_waits_for_rounds_of_ended_requests(message
     found = scheduler(**busy)
     assert dispatched(found, "before", message, "after") == ["before"]
     assert dispatched(found) == []  # still the same round
-    idle = scheduler()
-    vars(found).update(vars(idle), result_queue=[])
+    for name, value in vars(scheduler(queued=batch())).items():
+        setattr(found, name, value)
     assert dispatched(found, "later") == [message, "after", "later"]
     assert dispatched(found) == []
 
