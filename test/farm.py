@@ -200,6 +200,8 @@ def make_model(path: Path, kind: str, shape: dict[str, Any], *, seed: int) -> Pa
         for name, weight in model.named_parameters():
             if weight.ndim >= 2:
                 weight.normal_(0, 0.35 if "lm_head" in name else 0.6 / weight.shape[-1] ** 0.5)
+            elif "sinks" in name:
+                weight.normal_(2, 1)
     model.save_pretrained(path)
     for part in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         (path / part).write_bytes((REASONER / part).read_bytes())

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import torch
 from sglang_sparsespec.attention.interface import LayerKV
+from sglang_sparsespec.attention.layers import AttentionLayers
 from sglang_sparsespec.config import SparseSpecConfig
 from sglang_sparsespec.metrics import PhaseTimer
 from sglang_sparsespec.rounds.device import DeviceRounds
@@ -27,7 +28,10 @@ def committed_at_first(pool: int) -> int:
 
 
 class Toy:
-    """Requests 1..SLOTS, each with random KV of `committed_at_first` tokens; request p's last token is p."""
+    """Requests 1..SLOTS, each with random KV of `committed_at_first` tokens; request p's last token is p.
+
+    windows: sliding windows by layer. sinks: whether heads have learned sinks.
+    """
 
     def __init__(
         self,
@@ -38,8 +42,13 @@ class Toy:
         device="cpu",
         capacity=SLOTS * CONTEXT,
         kv_heads=KV_HEADS,
+        windows=None,
+        sinks=False,
     ):
         torch.manual_seed(0)
+        windows = windows or {}
+        full = tuple(layer for layer in range(LAYERS) if layer not in windows)
+        self.layers = AttentionLayers(full, windows)
         self.config, self.device, self.kv_heads = config, device, kv_heads
         self.dtype = torch.float32 if device == "cpu" else torch.bfloat16
         rows = SLOTS + 1
@@ -48,7 +57,7 @@ class Toy:
             rows=rows,
             stride=config.stride,
             support=config.draft_support,
-            layers=config.selection_groups(LAYERS),
+            layers=config.selection_groups(len(full)),
             heads=1 if config.index_scope == "layer" else self.kv_heads,
             max_selected=config.budget(CONTEXT),
             device=device,
@@ -60,13 +69,15 @@ class Toy:
             attention=attention,
             req_to_token=self.table,
             slots=SLOTS,
-            layers=LAYERS,
+            layers=len(full),
+            windows=self.layers.sizes,
             heads=HEADS,
             score_capacity=capacity,
         )
         self.k, self.v = (self._random(LAYERS, rows * CONTEXT + 1, self.kv_heads, DIM) for _ in "kv")
         self.embed = self._random(VOCABULARY, HEADS * DIM)
         self.to_kv = self._random(HEADS * DIM, 2 * self.kv_heads * DIM) / 16
+        self.sinks = 3 + self._random(LAYERS, HEADS) if sinks else [None] * LAYERS
         keys, _ = plan_keys(
             [1, 2, 4, SLOTS] if graphs else [],
             stride=config.stride,
@@ -94,7 +105,15 @@ class Toy:
     def _layer(self, index: int, x: torch.Tensor, loc: torch.Tensor) -> LayerKV:
         k, v = (x @ self.to_kv).view(-1, 2, self.kv_heads, DIM).unbind(1)
         self.k[index][loc], self.v[index][loc] = k, v
-        return LayerKV(index=index, k=self.k[index], v=self.v[index], scale=DIM**-0.5, heads=HEADS)
+        return LayerKV(
+            index=self.layers.index(index),
+            k=self.k[index],
+            v=self.v[index],
+            scale=DIM**-0.5,
+            heads=HEADS,
+            window=self.layers.windows.get(index),
+            sinks=self.sinks[index],
+        )
 
     def _embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self.embed[ids] + torch.sin(positions[:, None] * 0.1).to(self.dtype)
@@ -116,9 +135,13 @@ class Toy:
             slots = self.table[pool, : at + 1].long()
             for index in range(LAYERS):
                 layer = self._layer(index, x, slots[-1:])
-                k, v = (t[slots].repeat_interleave(HEADS // self.kv_heads, dim=1) for t in (layer.k, layer.v))
-                weights = torch.einsum("hd,lhd->hl", x.view(HEADS, DIM), k) * layer.scale
-                x = x + torch.einsum("hl,lhd->hd", weights.softmax(dim=-1), v).reshape(1, -1)
+                seen = slots if layer.window is None else slots[-layer.window - 1 :]
+                k, v = (t[seen].repeat_interleave(HEADS // self.kv_heads, dim=1) for t in (layer.k, layer.v))
+                logits = torch.einsum("hd,lhd->hl", x.view(HEADS, DIM), k) * layer.scale
+                likely = torch.exp(logits.double())
+                total = likely.sum(dim=-1) + (0 if layer.sinks is None else torch.exp(layer.sinks.double()))
+                weights = (likely / total[:, None]).to(v.dtype)
+                x = x + torch.einsum("hl,lhd->hd", weights, v).reshape(1, -1)
             logits = x @ self.embed.T
             if seed is not None:
                 seeds = Seeds(torch.tensor([seed]), torch.tensor([True]))

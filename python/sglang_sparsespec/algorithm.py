@@ -56,6 +56,7 @@ class SparseSpecAlgorithm(CustomSpecAlgo):
             # State and graphs are sized by it.
             server_args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
         compat.take_over_cuda_graphs(server_args)
+        compat.keep_one_kv_pool(server_args)
 
     def create_worker(self, server_args: Any) -> Any:
         """In the scheduler process, before the pools exist: the last moment for hooks that size them."""

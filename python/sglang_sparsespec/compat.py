@@ -274,6 +274,16 @@ def take_over_cuda_graphs(server_args: Any) -> None:
     server_args.cuda_graph_config = with_phase(config, Phase.PREFILL, backend=Backend.DISABLED)
 
 
+def keep_one_kv_pool(server_args: Any) -> None:
+    """Let layers with sliding windows keep their KV in the pool of all others, as drafts need it."""
+    server_args.disable_hybrid_swa_memory = True
+
+
+def has_sinks(model_config: Any) -> bool:
+    """Whether a model's attention has learned sinks (SGLang's `ModelConfig`)."""
+    return bool(model_config.has_attention_sinks)
+
+
 def same_on_all_ranks(value: Any) -> Any:
     """The first tensor-parallel rank's `value`."""
     from sglang.srt.runtime_context import get_parallel

@@ -98,12 +98,9 @@ def model_refusal(model_config: Any) -> str | None:
             MLA if model_config.attention_arch.name == "MLA" else "has no softmax attention over a KV cache"
         )
         return f"{name} {kind}"
-    if model_config.is_hybrid_swa or getattr(text, "use_sliding_window", None) is True:
-        return f"{name} has sliding-window layers"
-    window = getattr(text, "sliding_window", None)
-    if window and getattr(text, "use_sliding_window", True):
-        return f"{name} has a sliding window ({window} tokens)"
-    kinds = set(getattr(text, "layer_types", None) or []) - {"full_attention"}
+    if model_config.attention_chunk_size:
+        return f"{name} attends in chunks of {model_config.attention_chunk_size} tokens"
+    kinds = set(getattr(text, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
     if kinds:
         return f"{name} has layers of type {', '.join(sorted(kinds))}"
     if model_config.linear_attn_registry_result is not None or hasattr(text, "mamba_chunk_size"):
@@ -119,8 +116,6 @@ def model_refusal(model_config: Any) -> str | None:
 
 def unsupported_layer(layer: Any) -> str | None:
     """Why a `RadixAttention` layer cannot be served: the last check, when the model is there."""
-    if layer.sliding_window_size is not None and layer.sliding_window_size > -1:
-        return f"has a sliding window of {layer.sliding_window_size}"
     if layer.logit_cap:
         return f"caps its attention logits at {layer.logit_cap}"
     if layer.is_cross_attention or layer.attn_type.value != "decoder":

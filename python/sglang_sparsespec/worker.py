@@ -19,6 +19,7 @@ from sglang.srt.speculative.base_spec_worker import BaseSpecWorker
 from sglang_sparsespec import compat
 from sglang_sparsespec.attention import make_attention, query_heads
 from sglang_sparsespec.attention.backend import SparseSpecAttentionBackend
+from sglang_sparsespec.attention.layers import AttentionLayers
 from sglang_sparsespec.attention.paged import PagedAttention
 from sglang_sparsespec.config import ConfigError, SparseSpecConfig, resolve_config
 from sglang_sparsespec.draft_weights import DraftWeights
@@ -119,17 +120,33 @@ class SparseSpecWorker(BaseSpecWorker):
             rows=req_to_token_pool.req_to_token.shape[0],
             stride=self.config.stride,
             support=min(self.config.draft_support, self.model_runner.model_config.vocab_size),
-            layers=self.config.selection_groups(kv_pool.layer_num),
+            layers=self.config.selection_groups(len(self.layers.full)),
             heads=1 if self.config.index_scope == "layer" else kv_pool.head_num,
             max_selected=self.config.budget(context),
             device=self.device,
         )
 
     def _check_layers(self) -> None:
-        for name, layer in self.model_runner.model.named_modules():
-            reason = unsupported_layer(layer) if isinstance(layer, RadixAttention) else None
-            if reason:
+        layers = {
+            name: layer
+            for name, layer in self.model_runner.model.named_modules()
+            if isinstance(layer, RadixAttention)
+        }
+        for name, layer in layers.items():
+            if reason := unsupported_layer(layer):
                 raise ValueError(f"SPARSESPEC does not support this model: layer {name} {reason}.")
+        shapes = {(layer.tp_q_head_num, layer.tp_k_head_num, layer.qk_head_dim) for layer in layers.values()}
+        if len(shapes) > 1 or len({layer.layer_id for layer in layers.values()}) < len(layers):
+            raise ValueError(
+                "SPARSESPEC does not support this model: its attention layers differ in heads or head "
+                "dimension, or share KV. Start without --speculative-algorithm SPARSESPEC."
+            )
+        self.layers = AttentionLayers.of(layers.values())
+        if not self.layers.full:
+            raise ValueError(
+                "SPARSESPEC does not support this model: all its attention layers have sliding windows, so "
+                "that there is nothing to choose from. Start without --speculative-algorithm SPARSESPEC."
+            )
 
     def _check_reserve(self) -> None:
         needed = kv_reserve(self.config.stride, self.config.schedule)
@@ -140,7 +157,8 @@ class SparseSpecWorker(BaseSpecWorker):
     def init_attention_backends(self) -> None:
         runner = self.model_runner
         req_to_token = runner.req_to_token_pool.req_to_token
-        attention = make_attention(self.config, runner, req_to_token)
+        plain = not self.layers.windows and not compat.has_sinks(runner.model_config)
+        attention = make_attention(self.config, runner, req_to_token, plain=plain)
         self.attention_name = attention.name
         self.device_planned = isinstance(attention, PagedAttention)
         device_rounds = self._device_rounds(attention) if isinstance(attention, PagedAttention) else None
@@ -153,6 +171,7 @@ class SparseSpecWorker(BaseSpecWorker):
             req_to_token=req_to_token,
             kv_pool=runner.token_to_kv_pool,
             timer=self.timer,
+            layers=self.layers,
             rounds=device_rounds,
         )
         self.rounds = self._make_rounds(device_rounds, req_to_token)
@@ -179,7 +198,8 @@ class SparseSpecWorker(BaseSpecWorker):
             attention=attention,
             req_to_token=self.model_runner.req_to_token_pool.req_to_token,
             slots=self.state.tokens.shape[0] - 1,
-            layers=pool.layer_num,
+            layers=len(self.layers.full),
+            windows=self.layers.sizes,
             heads=query_heads(self.model_runner.model),
             # Rows that share a prefix count it each; what does not fit keeps its last selection.
             score_capacity=-(-pool.size // 64) * 64 + SCORE_ALIGN * self.state.tokens.shape[0],
@@ -242,7 +262,8 @@ class SparseSpecWorker(BaseSpecWorker):
             )
 
     def _key_us(self) -> float:
-        """Microseconds to read a key and a value of all layers, from a copy of part of the KV pool."""
+        """Microseconds to read a key and a value of all layers but those with windows, from a copy of part of
+        the KV pool."""
         pool = self.model_runner.token_to_kv_pool
         keys = pool.get_key_buffer(pool.start_layer)
         keys = keys[: max(2, (256 << 20) // keys[0].nbytes)]
@@ -256,7 +277,7 @@ class SparseSpecWorker(BaseSpecWorker):
         some = len(keys) // 4
         taken = max(seconds(len(keys)) - seconds(some), 1e-9) / (len(keys) - some)
         # A copied key is read and written, which moves as much as reading a key and its value.
-        return pool.layer_num * taken * 1e6 / ATTENTION_SHARE
+        return len(self.layers.full) * taken * 1e6 / ATTENTION_SHARE
 
     def describe(self) -> dict[str, Any]:
         """What `/server_info` shows under `sparsespec`."""

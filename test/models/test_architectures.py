@@ -34,6 +34,12 @@ LLAMA3 = {
 }  # fmt: skip
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
+# Full attention in the middle layer only, and windows that the shortest prompt fills already.
+WINDOWS = {
+    "sliding_window": 32,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
+
 # name: (configuration class of transformers, what differs from SHAPE)
 ARCHITECTURES = {
     "llama-multi-head": ("LlamaConfig", {"num_key_value_heads": 4}),
@@ -49,6 +55,11 @@ ARCHITECTURES = {
     "stablelm": ("StableLmConfig", {"partial_rotary_factor": 0.25}),
     "starcoder2": ("Starcoder2Config", {"sliding_window": None}),
     "qwen3-moe": ("Qwen3MoeConfig", {"head_dim": 32, **EXPERTS}),
+    "gemma3": ("Gemma3TextConfig", {"head_dim": 32, "query_pre_attn_scalar": 32, **WINDOWS}),
+    "olmo3": ("Olmo3Config", WINDOWS),
+    "exaone4": ("Exaone4Config", {"sliding_window_pattern": "LGL", **WINDOWS}),
+    "cohere2": ("Cohere2Config", {"logit_scale": 1.0, **WINDOWS}),
+    "granite-swa": ("GraniteSWAConfig", WINDOWS),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": None}),
 }
 

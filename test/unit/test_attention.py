@@ -10,6 +10,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang_sparsespec.attention import make_attention, obstacle, torch_reference
 from sglang_sparsespec.attention.backend import SparseSpecAttentionBackend
 from sglang_sparsespec.attention.interface import DraftRows, LayerKV, VerifyRows
+from sglang_sparsespec.attention.layers import AttentionLayers, WindowRows, add_sinks
 from sglang_sparsespec.attention.torch_reference import TorchAttention
 from sglang_sparsespec.config import ConfigError, SparseSpecConfig
 from sglang_sparsespec.metrics import PhaseTimer
@@ -30,8 +31,9 @@ def seeded(seed):
 class Pool:
     """A KV pool whose unwritten slots hold NaN (all but slot 0) and a page table that points at them."""
 
-    def __init__(self, lengths, heads, kv_heads, dim, seed=0):
+    def __init__(self, lengths, heads, kv_heads, dim, seed=0, *, sinks=False):
         generator = seeded(seed)
+        self.sinks = torch.randn(heads, generator=seeded(9)) if sinks else None
         self.heads, self.kv_heads, self.scale = heads, kv_heads, 0.3
         self.generator = generator
         order = torch.randperm(SLOTS - 1, generator=generator) + 1
@@ -47,7 +49,7 @@ class Pool:
 
     @property
     def layer(self):
-        return LayerKV(index=0, k=self.k, v=self.v, scale=self.scale, heads=self.heads)
+        return LayerKV(index=0, k=self.k, v=self.v, scale=self.scale, heads=self.heads, sinks=self.sinks)
 
     def queries(self, *shape):
         return torch.randn(*shape, self.heads, self.k.shape[2], generator=self.generator)
@@ -56,16 +58,18 @@ class Pool:
         """One query [D] and head over `slots`: output and probabilities in float64."""
         kv_head = head // (self.heads // self.kv_heads)
         logits = self.k[slots, kv_head].double() @ q.double() * self.scale
-        probs = logits.softmax(0)
+        if self.sinks is not None:
+            logits = torch.cat([logits, self.sinks[head : head + 1].double()])
+        probs = logits.softmax(0)[: len(slots)]
         return probs @ self.v[slots, kv_head].double(), probs
 
 
-def verify_case(size, heads, dim, seed=0):
+def verify_case(size, heads, dim, seed=0, *, sinks=False):
     generator = seeded(seed)
     first = torch.randint(CONTEXT - STRIDE - 2, (size,), generator=generator)
     first[0] = 0  # a context of one token
     queries = torch.randint(1, STRIDE + 2, (size,), generator=generator)
-    pool = Pool((first + queries).tolist(), *heads, dim, seed)
+    pool = Pool((first + queries).tolist(), *heads, dim, seed, sinks=sinks)
     rows = VerifyRows(pool.pools, first, queries, tuple(first.tolist()), STRIDE + 1)
     q = pool.queries(size, STRIDE + 1)
     for row, count in enumerate(queries.tolist()):
@@ -91,11 +95,12 @@ def reference_verify(pool, rows, q):
     return out.float(), scores.float()
 
 
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("size", SIZES)
-def test_verification_is_that_of_the_loop(size, heads, dim):
-    pool, rows, q = verify_case(size, heads, dim)
+def test_verification_is_that_of_the_loop(size, heads, dim, sinks):
+    pool, rows, q = verify_case(size, heads, dim, sinks=sinks)
     attention = TorchAttention(pool.table)
     attention.plan(None, rows)
     out, scores = attention.verify(pool.layer, q, scores=True)
@@ -106,6 +111,47 @@ def test_verification_is_that_of_the_loop(size, heads, dim):
     assert scores.dtype == torch.float32
     torch.testing.assert_close(scores, expected_scores, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(attention.tail_scores(pool.layer, q, rows), scores)
+
+
+@pytest.mark.parametrize("window", [0, 3, 1000])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_windows_are_those_of_the_loop(window, sinks):
+    lengths = [1, 9, 40]
+    pool = Pool(lengths, 4, 2, 64, sinks=sinks)
+    owner, positions = torch.tensor([0, 1, 1, 2, 2]), torch.tensor([0, 2, 8, 39, 12])
+    rows = WindowRows.of(pool.table, pool.pools[owner], positions, window)
+    q = pool.queries(len(owner))
+    out = TorchAttention(pool.table).attend_window(pool.layer, q, rows.slots.long(), rows.lengths)
+    for token, (row, position) in enumerate(zip(owner.tolist(), positions.tolist(), strict=True)):
+        seen = pool.table[pool.pools[row], max(0, position - window) : position + 1].long()
+        assert int(rows.lengths[token]) == len(seen)
+        for head in range(4):
+            expected, _ = pool.one(q[token, head], seen, head)
+            torch.testing.assert_close(out[token, head], expected.float(), rtol=1e-4, atol=1e-5)
+
+
+def test_sinks_may_be_added_to_attention_without_them():
+    with_sinks = Pool([30], 4, 2, 64, sinks=True)
+    without = Pool([30], 4, 2, 64)
+    q, slots = with_sinks.queries(1), without.table[without.pools[0], :30].long()
+    plain = [without.one(q[0, head], slots, head)[0] for head in range(4)]
+    lse = [
+        (without.k[slots, head // 2].double() @ q[0, head].double() * 0.3).logsumexp(0) for head in range(4)
+    ]
+    out, total = add_sinks(torch.stack(plain)[None], torch.stack(lse)[None], with_sinks.sinks)
+    for head in range(4):
+        expected, probs = with_sinks.one(q[0, head], slots, head)
+        torch.testing.assert_close(out[0, head], expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(torch.exp(lse[head] - total[0, head]), probs.sum(), rtol=1e-5, atol=1e-6)
+    assert add_sinks(out, total, None)[0] is out
+
+
+def test_layers_with_windows_are_told_from_the_others():
+    sizes = {2: 127, 3: -1, 4: 127, 5: None, 6: 511}
+    layers = AttentionLayers.of(SimpleNamespace(layer_id=i, sliding_window_size=n) for i, n in sizes.items())
+    assert layers == AttentionLayers((3, 5), {2: 127, 4: 127, 6: 511})
+    assert layers.sizes == (127, 511)
+    assert [layers.index(i) for i in sizes] == [-1, 0, -1, 1, -1]
 
 
 def test_scores_are_made_only_where_they_are_asked_for():
@@ -223,6 +269,7 @@ def backend_of(config=None, state=None, table=None, inner=None, kv_pool=None):
         req_to_token=table,
         kv_pool=kv_pool,
         timer=PhaseTimer("cpu"),
+        layers=AttentionLayers((0,)),
     )
 
 

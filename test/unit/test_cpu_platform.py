@@ -163,7 +163,7 @@ def page_table(kv_lens, slots=512):
     return table
 
 
-def reference(q, k_cache, v_cache, table, q_lens, kv_lens, window=None, causal=True):
+def reference(q, k_cache, v_cache, table, q_lens, kv_lens, window=None, causal=True, sinks=None):
     """One query and one head at a time, in float64."""
     outputs, row = [], 0
     for i, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
@@ -174,7 +174,9 @@ def reference(q, k_cache, v_cache, table, q_lens, kv_lens, window=None, causal=T
             for head in range(HEADS):
                 kv_head = head // (HEADS // KV_HEADS)
                 scores = k_cache[seen, kv_head].double() @ q[row, head].double() * 0.3
-                outputs.append(scores.softmax(0) @ v_cache[seen, kv_head].double())
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks[head : head + 1].double()])
+                outputs.append(scores.softmax(0)[: len(seen)] @ v_cache[seen, kv_head].double())
             row += 1
     return torch.cat(outputs).view(row, -1).float()
 
@@ -191,15 +193,18 @@ def reference(q, k_cache, v_cache, table, q_lens, kv_lens, window=None, causal=T
     ],
 )
 @pytest.mark.parametrize(("window", "causal"), [(None, True), (4, True), (100, True), (None, False)])
-def test_attention_is_that_of_the_loop(q_lens, kv_lens, padded, window, causal):
+@pytest.mark.parametrize("sinks", [None, torch.tensor([0.5, -1.0, 3.0, 0.0])], ids=["plain", "sinks"])
+def test_attention_is_that_of_the_loop(q_lens, kv_lens, padded, window, causal, sinks):
     k, v = cache()
     k[-1] = v[-1] = float("nan")  # nothing stale may be read
     table = page_table(kv_lens)
     q = torch.randn(sum(q_lens), HEADS, DIM, generator=torch.Generator().manual_seed(2))
     metadata = cpu_attention.build_metadata(table, q_lens, kv_lens)
     assert metadata.padded == padded
-    out = cpu_attention.paged_attention(q, k, v, metadata, scale=0.3, window=window, causal=causal)
-    expected = reference(q, k, v, table, q_lens, kv_lens, window, causal)
+    out = cpu_attention.paged_attention(
+        q, k, v, metadata, scale=0.3, window=window, causal=causal, sinks=sinks
+    )
+    expected = reference(q, k, v, table, q_lens, kv_lens, window, causal, sinks)
     torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)
 
 
@@ -258,7 +263,7 @@ def test_backend_refuses_speculative_modes():
 
 def test_backend_refuses_a_pool_it_cannot_read():
     runner = SimpleNamespace(req_to_token_pool=None, token_to_kv_pool=object())
-    with pytest.raises(ValueError, match="--disable-hybrid-swa-memory"):
+    with pytest.raises(ValueError, match="MHATokenToKVPool"):
         cpu_attention.CpuTorchAttnBackend(runner)
 
 

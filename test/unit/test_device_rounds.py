@@ -58,6 +58,26 @@ def test_rounds_emit_what_plain_decoding_does(name, attention):
 
 
 @pytest.mark.parametrize("attention", [TorchPagedAttention, Separate])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("windows", [{}, {0: 40}, {1: 15, 2: 999}, {0: 15, 2: 40}])
+@pytest.mark.parametrize("name", ["lockstep", "kv_head", "shared"])
+def test_layers_with_windows_and_sinks_emit_what_plain_decoding_does(name, windows, sinks, attention):
+    model = {"windows": windows, "sinks": sinks}
+    config = dataclasses.replace(BASE, **CONFIGS[name])
+    found = tokens_of(Toy(config, attention(), **model), rounds=3)
+    plain = Toy(config, attention(), **model)
+    assert found == {pool: plain.plain(pool, len(tokens)) for pool, tokens in found.items()}
+
+
+def test_drafts_of_layers_with_windows_and_sinks_are_right_where_selections_keep_all():
+    """Acceptance shows what drafts attend to: they are wrong where they leave a window or the sinks out."""
+    config = dataclasses.replace(BASE, budget_ratio=1.0)
+    for windows, sinks in (({0: 40}, False), ({1: 15}, True), ({}, True)):
+        toy = Toy(config, TorchPagedAttention(), windows=windows, sinks=sinks)
+        assert [len(row) for row in toy.run([1, 2, 3])] == [5, 5, 5]
+
+
+@pytest.mark.parametrize("attention", [TorchPagedAttention, Separate])
 @pytest.mark.parametrize("name", ["lockstep", "kv_head", "window", "recent"])
 def test_rounds_of_any_number_of_drafts_emit_what_plain_decoding_does(name, attention):
     config = dataclasses.replace(BASE, **{**CONFIGS[name], "schedule": "lockstep"})
@@ -275,7 +295,7 @@ def test_scored_verification_adds_clamped_probabilities():
     lse = torch.full((1, 4, 4), float("-inf"))
     lse[0, :2] = 1.0  # the last real query has no estimate
     sums = torch.zeros(40, dtype=torch.int32)
-    out = TorchPagedAttention().verify_scored(layer, q, pages, rows, ScoreTarget(sums, lse, 16, "layer"))
+    out, lse = TorchPagedAttention().verify_scored(layer, q, pages, rows, ScoreTarget(sums, lse, 16, "layer"))
     want = torch.zeros(20)
     for t in range(2):
         for head in range(4):

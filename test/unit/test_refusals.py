@@ -172,7 +172,7 @@ def model_config(text=None, **given):
         "hf_config": SimpleNamespace(architectures=["SomeModel"]),
         "hf_text_config": SimpleNamespace(**(text or {})),
         "attention_arch": SimpleNamespace(name="MHA"),
-        "is_hybrid_swa": False,
+        "attention_chunk_size": None,
         "linear_attn_registry_result": None,
         "is_multimodal": False,
         "is_generation": True,
@@ -185,9 +185,7 @@ def model_config(text=None, **given):
     [
         (model_config(attention_arch=SimpleNamespace(name="MLA")), "multi-head latent attention"),
         (model_config(attention_arch=SimpleNamespace(name="LINEAR")), "no softmax attention"),
-        (model_config(is_hybrid_swa=True), "sliding-window layers"),
-        (model_config({"use_sliding_window": True}), "sliding-window layers"),
-        (model_config({"sliding_window": 4096}), r"a sliding window \(4096 tokens\)"),
+        (model_config(attention_chunk_size=8192), "attends in chunks of 8192 tokens"),
         (model_config({"layer_types": ["full_attention", "linear_attention"]}), "type linear_attention"),
         (model_config(linear_attn_registry_result=("x",)), "recurrent layers"),
         (model_config({"mamba_chunk_size": 256}), "recurrent layers"),
@@ -206,6 +204,7 @@ def test_a_model_is_refused_with_its_name_and_the_reason(config, told):
         {},
         {"use_sliding_window": False, "sliding_window": 4096},  # Qwen writes a window that it does not use
         {"sliding_window": None, "layer_types": ["full_attention"] * 2, "attn_logit_softcapping": None},
+        {"sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"]},
     ],
 )
 def test_a_plain_model_is_served(text):
@@ -233,8 +232,6 @@ def attention_layer(**given):
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"sliding_window_size": 128}, "a sliding window of 128"),
-        ({"sliding_window_size": 0}, "a sliding window of 0"),
         ({"logit_cap": 30.0}, "logits at 30.0"),
         ({"is_cross_attention": True}, "not causal self-attention"),
         ({"attn_type": SimpleNamespace(value="encoder_only")}, "not causal self-attention"),
@@ -245,6 +242,6 @@ def test_a_layer_is_refused_with_the_reason(given, told):
     assert told in unsupported_layer(attention_layer(**given))
 
 
-@pytest.mark.parametrize("window", [-1, None])
+@pytest.mark.parametrize("window", [-1, None, 128])
 def test_a_plain_layer_is_served(window):
     assert unsupported_layer(attention_layer(sliding_window_size=window)) is None

@@ -125,11 +125,21 @@ def choose_attention(
 
 
 def make_attention(
-    config: SparseSpecConfig, runner: Any, req_to_token: torch.Tensor
+    config: SparseSpecConfig, runner: Any, req_to_token: torch.Tensor, *, plain: bool = True
 ) -> MicroStepAttention | PagedAttention:
-    """The implementation that `choose_attention` names. Raises ConfigError as it does."""
+    """The implementation that `choose_attention` names. Raises ConfigError as it does.
+
+    plain: the model has neither sliding windows nor sinks.
+    """
     pool = runner.token_to_kv_pool
     wanted, obstacles = choose_attention(config.attention, str(runner.device), pool.dtype, pool.head_dim)
+    if wanted == "flashinfer" and not plain:
+        if config.attention == wanted:
+            raise ConfigError(
+                "attention is 'flashinfer', which serves no sliding windows and no attention sinks here. Use "
+                "'auto' or 'torch'."
+            )
+        wanted = "torch"
     if config.attention == "auto" and wanted not in GRAPHED and str(runner.device).startswith("cuda"):
         logger.warning(
             "SPARSESPEC runs without CUDA graphs (slow), on attention %s: FA3 cannot be used: %s; "

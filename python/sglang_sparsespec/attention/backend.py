@@ -10,6 +10,7 @@ from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from sglang_sparsespec.attention.interface import LayerKV, MicroStepAttention, VerifyRows
+from sglang_sparsespec.attention.layers import AttentionLayers, WindowRows
 from sglang_sparsespec.config import SparseSpecConfig
 from sglang_sparsespec.metrics import PhaseTimer
 from sglang_sparsespec.rounds.batch import MicroStepBatch, to_device
@@ -42,6 +43,7 @@ class SparseSpecAttentionBackend(AttentionBackend):
         req_to_token: torch.Tensor,
         kv_pool: Any,
         timer: PhaseTimer,
+        layers: AttentionLayers,
         rounds: DeviceRounds | None = None,
     ) -> None:
         super().__init__()
@@ -56,11 +58,13 @@ class SparseSpecAttentionBackend(AttentionBackend):
         self.req_to_token = req_to_token
         self.kv_pool = kv_pool
         self.timer = timer
+        self.layers = layers
         self.attn_backend_list = [inner]
         self.seeded_rows: list[int] = []  # rows of the last prefill whose selection it seeded
         self._step: MicroStepBatch | None = None
         self._device_step: DeviceStep | None = None
         self._device_seed: DeviceSeed | None = None
+        self._windows: dict[int, WindowRows] = {}  # of a host-planned micro-step, by size
         self._seed: VerifyRows | None = None
         self._seed_gather: torch.Tensor | None = None
 
@@ -100,6 +104,10 @@ class SparseSpecAttentionBackend(AttentionBackend):
             raise RuntimeError("there is no host-planned attention to plan this micro-step.")
         self._step = step
         self.attention.plan(step.drafts, step.verifies)
+        self._windows = {
+            size: WindowRows.of(self.req_to_token, step.token_pools, step.positions, size)
+            for size in self.layers.sizes
+        }
         if step.verifies is not None:
             self._begin_selection(step.verifies, step.verifies.first)
 
@@ -157,15 +165,19 @@ class SparseSpecAttentionBackend(AttentionBackend):
         if self._device_step is not None and self.rounds is not None:
             self._store(k, v, layer, forward_batch, save_kv_cache)
             heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-            return self.rounds.attend(self._device_step, self._layer(layer), heads).reshape(len(q), -1)
+            view = self._layer(layer, kwargs.get("sinks"))
+            return self.rounds.attend(self._device_step, view, heads).reshape(len(q), -1)
         if self._step is not None:
-            return self._forward_micro_step(self._step, q, k, v, layer, forward_batch, save_kv_cache)
+            self._store(k, v, layer, forward_batch, save_kv_cache)
+            heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+            return self._forward_micro_step(self._step, heads, self._layer(layer, kwargs.get("sinks")))
         out = self.inner.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
         if self._device_seed is not None and self.rounds is not None:
             heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-            self._device_seed.score(self.rounds, self._layer(layer), heads)
+            self._device_seed.score(self.rounds, self._layer(layer, kwargs.get("sinks")), heads)
         elif self._seed is not None and self.selector.needs_scores:
-            self._seed_layer(self._seed, q, layer)
+            heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+            self._seed_layer(self._seed, heads, self._layer(layer, kwargs.get("sinks")))
         return out
 
     def forward_decode(
@@ -180,9 +192,11 @@ class SparseSpecAttentionBackend(AttentionBackend):
     ) -> torch.Tensor:
         return self.inner.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
 
-    def _layer(self, layer: Any) -> LayerKV:
+    def _layer(self, layer: Any, sinks: torch.Tensor | None) -> LayerKV:
         return LayerKV(
-            index=layer.layer_id - self.kv_pool.start_layer,
+            index=self.layers.index(layer.layer_id),
+            window=self.layers.windows.get(layer.layer_id),
+            sinks=sinks,
             k=self.kv_pool.get_key_buffer(layer.layer_id),
             v=self.kv_pool.get_value_buffer(layer.layer_id),
             scale=layer.scaling,
@@ -191,35 +205,27 @@ class SparseSpecAttentionBackend(AttentionBackend):
             v_scale=_factor(layer, "v"),
         )
 
-    def _forward_micro_step(
-        self,
-        step: MicroStepBatch,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: Any,
-        forward_batch: Any,
-        save_kv_cache: bool,
-    ) -> torch.Tensor:
+    def _forward_micro_step(self, step: MicroStepBatch, q: torch.Tensor, layer: LayerKV) -> torch.Tensor:
+        """One layer of a host-planned micro-step: q [T, heads, D], its KV already stored."""
         if self.attention is None:
             raise RuntimeError("there is no host-planned attention to run this micro-step.")
-        self._store(k, v, layer, forward_batch, save_kv_cache)
-        view = self._layer(layer)
-        q = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        if layer.window is not None:
+            rows = self._windows[layer.window]
+            return self.attention.attend_window(layer, q, rows.slots.long(), rows.lengths).reshape(len(q), -1)
         drafted = step.draft_count
         parts = []
         if step.drafts is not None:
-            parts.append(self.attention.draft(view, q[:drafted], self.draft_slots(view.index, step)))
+            parts.append(self.attention.draft(layer, q[:drafted], self.draft_slots(layer.index, step)))
         if step.verifies is not None:
             wants = (
                 self.selector.needs_scores
                 and step.scored
-                and view.index % self.config.score_layer_stride == 0
+                and layer.index % self.config.score_layer_stride == 0
             )
-            out, scores = self.attention.verify(view, q[drafted:][step.verify_gather], scores=wants)
+            out, scores = self.attention.verify(layer, q[drafted:][step.verify_gather], scores=wants)
             parts.append(out.flatten(0, 1)[step.verify_flat])
             if scores is not None:
-                self._select_layer(view.index, step.verifies, scores)
+                self._select_layer(layer.index, step.verifies, scores)
         return torch.cat(parts).reshape(len(q), -1)
 
     def _store(
@@ -250,13 +256,12 @@ class SparseSpecAttentionBackend(AttentionBackend):
         positions = torch.where(column < chosen, selected, since).permute(1, 0, 2)
         return self.req_to_token[rows.pools[:, None, None], positions].long()
 
-    def _seed_layer(self, rows: VerifyRows, q: torch.Tensor, layer: Any) -> None:
-        view = self._layer(layer)
-        if view.index % self.config.score_layer_stride or self.attention is None:
+    def _seed_layer(self, rows: VerifyRows, q: torch.Tensor, layer: LayerKV) -> None:
+        passed_over = layer.window is not None or layer.index % self.config.score_layer_stride
+        if passed_over or self.attention is None:
             return
-        heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        scores = self.attention.tail_scores(view, heads[self._seed_gather], rows)
-        self._select_layer(view.index, rows, scores)
+        scores = self.attention.tail_scores(layer, q[self._seed_gather], rows)
+        self._select_layer(layer.index, rows, scores)
 
     def _select_layer(self, index: int, rows: VerifyRows, scores: torch.Tensor) -> None:
         with self.timer.phase("select"):

@@ -10,6 +10,7 @@ import torch
 from sgl_kernel_ext.buffers import SCORE_ALIGN
 
 from sglang_sparsespec.attention.interface import LayerKV
+from sglang_sparsespec.attention.layers import add_sinks
 from sglang_sparsespec.attention.paged import ScoredRows
 from sglang_sparsespec.rounds.batch import to_device
 from sglang_sparsespec.rounds.device import DeviceRounds
@@ -28,12 +29,13 @@ class DeviceSeed:
 
     def score(self, rounds: DeviceRounds, layer: LayerKV, q: torch.Tensor) -> None:
         """Score one layer from the prefill's queries, [T, heads, D]; their KV is in the pool already."""
-        if not rounds.scores_needed or layer.index % rounds.config.score_layer_stride:
+        if not rounds.scores_needed or not rounds.starts_selection(layer):
             return
         tails = q[self.tokens]
         _, lse = rounds.attention.verify(
             layer, tails, self.pages, self.lengths, self.starts, self.rows.queries
         )
+        lse = add_sinks(tails, lse.t(), layer.sinks)[1].t()
         rounds.score(layer, tails[self.padded], lse[:, self.padded].contiguous(), self.pages, self.rows)
 
 

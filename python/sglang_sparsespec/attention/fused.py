@@ -57,6 +57,11 @@ class FusedAttention(FA3Attention):
         )
         return out, lse.t()
 
+    def attend_window(
+        self, layer: LayerKV, q: torch.Tensor, pages: torch.Tensor, lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return FA3Attention.draft(self, layer, q, pages, lengths)
+
     def verify_scored(
         self,
         layer: LayerKV,
@@ -64,8 +69,8 @@ class FusedAttention(FA3Attention):
         pages: torch.Tensor,
         rows: ScoredRows,
         target: ScoreTarget,
-    ) -> torch.Tensor:
-        out, _ = self._verify_attention(
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._verify_attention(
             q,
             layer.k,
             layer.v,
@@ -82,4 +87,3 @@ class FusedAttention(FA3Attention):
             scope=target.scope,
             workspace=self._workspace,
         )
-        return out

@@ -12,13 +12,15 @@ import torch
 class LayerKV:
     """One attention layer's query shape and KV buffers."""
 
-    index: int  # position among the model's attention layers
+    index: int  # position among the attention layers that see all tokens
     k: torch.Tensor  # [slots, Hkv, D]
     v: torch.Tensor  # [slots, Hkv, D]
     scale: float
     heads: int  # Hq
     k_scale: float = 1.0  # what stored fp8 keys are multiplied with
     v_scale: float = 1.0
+    window: int | None = None  # keys before its own one that a query sees; None: all
+    sinks: torch.Tensor | None = None  # [Hq] learned logits that take part in the softmax, without values
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,15 @@ class MicroStepAttention(ABC):
     @abstractmethod
     def draft(self, layer: LayerKV, q: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Sparse attention. q: [n, Hq, D]; slots: [n, H, width] int64, H = 1 or Hkv. Returns [n, Hq, D]."""
+
+    def attend_window(
+        self, layer: LayerKV, q: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor
+    ) -> torch.Tensor:
+        """A layer with a sliding window. q: [T, Hq, D]; slots: [T, 1, width]; lengths: [T].
+
+        Returns [T, Hq, D].
+        """
+        raise NotImplementedError(f"attention {self.name} has no sliding windows.")
 
     @abstractmethod
     def verify(

@@ -36,6 +36,12 @@ class PagedAttention(ABC):
             out [n, heads, D]; natural-log LSE [n, heads] float32.
         """
 
+    def attend_window(
+        self, layer: LayerKV, q: torch.Tensor, pages: torch.Tensor, lengths: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One query token a row over the keys of its window, as `draft`; pages [T, 1, window + 1]."""
+        return self.draft(layer, q, pages, lengths)
+
     @abstractmethod
     def verify(
         self,
@@ -63,14 +69,14 @@ class PagedAttention(ABC):
         pages: torch.Tensor,
         rows: ScoredRows,
         target: ScoreTarget,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """`verify` of rows in fixed slots, which also adds up the scores of their keys.
 
         Args:
             q: [R * queries, heads, D]. pages: [R, W] int32.
 
         Returns:
-            out [R * queries, heads, D].
+            out [R * queries, heads, D]; natural-log LSE [heads, R * queries] float32.
         """
         raise NotImplementedError(f"attention {self.name} does not score while it verifies.")
 

@@ -57,20 +57,21 @@ class TorchPagedAttention(PagedAttention):
         pages: torch.Tensor,
         rows: ScoredRows,
         target: ScoreTarget,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         out = torch.zeros_like(q)
+        lse = torch.full((q.shape[1], len(q)), float("-inf"), device=q.device)
         for row, (first, real) in enumerate(zip(rows.first.tolist(), rows.real.tolist(), strict=True)):
             if not real:
                 continue
             mine = slice(row * rows.queries, row * rows.queries + real)
             slots = pages[row, : first + real].long()
             k = layer.k[slots]
-            out[mine], _ = _attend(q[mine], k, layer.v[slots], layer.scale)
+            out[mine], lse[:, mine] = _attend(q[mine], k, layer.v[slots], layer.scale)
             if rows.offset[row] >= 0:
                 sums = _score_sums(q[mine], k, layer.scale, target, target.reference_lse[row, :real])
                 place = slice(int(rows.offset[row]), int(rows.offset[row]) + int(rows.prefix[row]))
                 target.sums[..., place] += sums[..., : place.stop - place.start]
-        return out
+        return out, lse
 
 
 def _score_sums(

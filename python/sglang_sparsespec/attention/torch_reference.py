@@ -25,13 +25,18 @@ def gather_heads(kv: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
 
 
 def attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None, mask: torch.Tensor, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor | None,
+    mask: torch.Tensor,
+    layer: LayerKV,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
     """Softmax attention in float32.
 
     Args:
         q: [R, Q, Hq, D]. k, v: [R, Hkv, L, D]; v None asks for the probabilities only.
         mask: [R, Q, L] bool, True where a query sees a key; every query sees one.
+        layer: its scale and sinks.
 
     Returns:
         out [R, Q, Hq, D] in q's dtype (None without v), probabilities [R, Hkv, G, Q, L] float32.
@@ -40,13 +45,17 @@ def attend(
     kv_heads = k.shape[1]
     grouped = q.view(rows, queries, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4)
     flat = grouped.reshape(rows, kv_heads, -1, dim).float()
-    logits = torch.matmul(flat, k.float().transpose(-1, -2)).mul_(scale)
+    logits = torch.matmul(flat, k.float().transpose(-1, -2)).mul_(layer.scale)
     logits = logits.view(rows, kv_heads, heads // kv_heads, queries, -1)
     logits.masked_fill_(~mask[:, None, None], float("-inf"))
-    probs = torch.softmax(logits, dim=-1)
+    if layer.sinks is None:
+        probs = torch.softmax(logits, dim=-1)
+    else:
+        sinks = layer.sinks.float().view(1, kv_heads, -1, 1, 1).expand(*logits.shape[:-1], 1)
+        probs = torch.softmax(torch.cat([logits, sinks], dim=-1), dim=-1)[..., :-1]
     if v is None:
         return None, probs
-    out = torch.matmul(probs.view(rows, kv_heads, -1, probs.shape[-1]), v.float())
+    out = torch.matmul(probs.reshape(rows, kv_heads, -1, probs.shape[-1]), v.float())
     out = out.view(rows, kv_heads, heads // kv_heads, queries, v.shape[-1]).permute(0, 3, 1, 2, 4)
     return out.reshape(rows, queries, heads, v.shape[-1]).to(q.dtype), probs
 
@@ -78,10 +87,14 @@ class TorchAttention(MicroStepAttention):
         self._drafts, self._verifies = drafts, verifies
 
     def draft(self, layer: LayerKV, q: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        rows = _planned(self._drafts)
-        mask = torch.arange(slots.shape[-1], device=q.device) < rows.lengths[:, None, None]
+        return self.attend_window(layer, q, slots, _planned(self._drafts).lengths)
+
+    def attend_window(
+        self, layer: LayerKV, q: torch.Tensor, slots: torch.Tensor, lengths: torch.Tensor
+    ) -> torch.Tensor:
+        mask = torch.arange(slots.shape[-1], device=q.device) < lengths[:, None, None]
         k, v = gather_heads(layer.k, slots), gather_heads(layer.v, slots)
-        out, _ = attend(q[:, None], k, v, mask, layer.scale)
+        out, _ = attend(q[:, None], k, v, mask, layer)
         return _present(out).squeeze(1)
 
     def verify(
@@ -89,7 +102,7 @@ class TorchAttention(MicroStepAttention):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         rows = _planned(self._verifies)
         slots, mask, sees = self._causal(rows)
-        out, probs = attend(q, gather_heads(layer.k, slots), gather_heads(layer.v, slots), mask, layer.scale)
+        out, probs = attend(q, gather_heads(layer.k, slots), gather_heads(layer.v, slots), mask, layer)
         return _present(out), mean_scores(probs, sees) if scores else None
 
     def tail_scores(self, layer: LayerKV, q: torch.Tensor, rows: VerifyRows) -> torch.Tensor:
@@ -99,7 +112,7 @@ class TorchAttention(MicroStepAttention):
         parts = []
         for start in range(0, len(rows), group):
             part = slice(start, start + group)
-            _, probs = attend(q[part], gather_heads(layer.k, slots[part]), None, mask[part], layer.scale)
+            _, probs = attend(q[part], gather_heads(layer.k, slots[part]), None, mask[part], layer)
             parts.append(mean_scores(probs, sees[part]))
         return torch.cat(parts)
 

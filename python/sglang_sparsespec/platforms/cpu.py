@@ -52,6 +52,8 @@ class CpuTorchPlatform(CpuDeviceMixin, SRTPlatform):
             server_args.max_total_tokens = DEFAULT_MAX_TOTAL_TOKENS
         if server_args.max_running_requests is None:
             server_args.max_running_requests = DEFAULT_MAX_RUNNING_REQUESTS
+        # The attention here reads one KV pool, whatever windows a layer has.
+        server_args.disable_hybrid_swa_memory = True
         server_args.sleep_on_idle = True  # an idle scheduler would spin on a core that other processes need
         _default_thread_env(server_args.tp_size * server_args.dp_size * server_args.pp_size)
 

@@ -69,6 +69,7 @@ def paged_attention(
     scale: float,
     window: int | None = None,
     causal: bool = True,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attend from every query to the keys of its own request.
 
@@ -78,12 +79,13 @@ def paged_attention(
         v_cache: [slots, kv_heads, v_head_dim]; cast to q's dtype.
         window: keys more than `window` positions before the query are hidden; None hides none.
         causal: whether a query sees the keys after it.
+        sinks: [heads] learned logits that take part in the softmax, without values; None: there are none.
 
     Returns:
         [sum(q_lens), heads * v_head_dim], q's dtype.
     """
     if metadata.padded and (causal or len(set(metadata.kv_lens)) == 1):
-        return _attend_padded(q, k_cache, v_cache, metadata, scale, window, causal)
+        return _attend_padded(q, k_cache, v_cache, metadata, scale, window, causal, sinks)
     outputs, start = [], 0
     for i, (q_len, kv_len) in enumerate(zip(metadata.q_lens, metadata.kv_lens, strict=True)):
         if q_len == 0:
@@ -95,7 +97,7 @@ def paged_attention(
         slots = metadata.kv_slots[i : i + 1, :kv_len]
         query = q[None, start : start + q_len]
         k, v = _gather(k_cache, slots), _gather(v_cache, slots)
-        outputs.append(_sdpa(query, k, v, visible, scale, is_causal=square)[0])
+        outputs.append(_sdpa(query, k, v, visible, scale, is_causal=square, sinks=sinks)[0])
         start += q_len
     return torch.cat(outputs)
 
@@ -108,6 +110,7 @@ def _attend_padded(
     scale: float,
     window: int | None,
     causal: bool,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     bs, q_len, max_kv = len(metadata.q_lens), metadata.q_lens[0], metadata.kv_slots.shape[1]
     visible = metadata.visible if causal else None
@@ -115,7 +118,7 @@ def _attend_padded(
         visible = _visible(torch.tensor(metadata.kv_lens), q_len, max_kv, window)[:, None]
     query = q.view(bs, q_len, *q.shape[1:])
     k, v = _gather(k_cache, metadata.kv_slots), _gather(v_cache, metadata.kv_slots)
-    out = _sdpa(query, k, v, visible, scale)
+    out = _sdpa(query, k, v, visible, scale, sinks=sinks)
     return out.flatten(0, 1)
 
 
@@ -141,8 +144,12 @@ def _sdpa(
     visible: torch.Tensor | None,
     scale: float,
     is_causal: bool = False,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [bs, q_len, heads, dim], k and v [bs, kv_len, kv_heads, dim] -> [bs, q_len, heads * v_dim]."""
+    if sinks is not None:
+        k, v, visible = _with_sinks(q, k, v, visible, is_causal, sinks)
+        is_causal = False
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k.transpose(1, 2).to(q.dtype),
@@ -153,6 +160,27 @@ def _sdpa(
         enable_gqa=q.shape[2] != k.shape[2],
     )
     return out.transpose(1, 2).flatten(2)
+
+
+def _with_sinks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: torch.Tensor | None,
+    is_causal: bool,
+    sinks: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """k and v with one more key, of zeros, and the mask [bs, heads, q_len, kv_len + 1] as biases: the sinks'
+    logits are the new key's."""
+    bs, q_len, heads, _ = q.shape
+    if visible is None:
+        visible = torch.ones(bs, 1, q_len, k.shape[1], dtype=torch.bool)
+        visible = visible.tril() if is_causal else visible
+    bias = torch.zeros(visible.shape, dtype=q.dtype).masked_fill_(~visible, float("-inf"))
+    bias = bias.view(-1, 1, q_len, k.shape[1]).expand(bs, heads, -1, -1)
+    own = sinks.to(q.dtype)[:, None, None].expand(bs, heads, q_len, 1)
+    k, v = (F.pad(t, (0, 0, 0, 0, 0, 1)) for t in (k, v))
+    return k, v, torch.cat([bias, own], dim=-1)
 
 
 class CpuTorchAttnBackend(AttentionBackend):
@@ -173,8 +201,7 @@ class CpuTorchAttnBackend(AttentionBackend):
         if not isinstance(self.token_to_kv_pool, MHATokenToKVPool):
             raise ValueError(
                 f"The CPU platform got a {type(self.token_to_kv_pool).__name__}; it serves MHA and GQA "
-                f"models with an MHATokenToKVPool. For a sliding-window model pass "
-                f"--disable-hybrid-swa-memory; MLA and Mamba models need a GPU."
+                f"models with an MHATokenToKVPool. MLA and Mamba models need a GPU."
             )
         self.forward_metadata: AttentionMetadata | None = None  # set by init_forward_metadata
 
@@ -239,6 +266,7 @@ class CpuTorchAttnBackend(AttentionBackend):
             scale=layer.scaling,
             window=window if window is not None and window > -1 else None,
             causal=layer.attn_type != AttentionType.ENCODER_ONLY,
+            sinks=kwargs.get("sinks"),
         )
 
     forward_decode = forward_extend  # the metadata alone tells them apart

@@ -21,6 +21,7 @@ class MicroStepBatch:
     input_ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64
     out_cache_loc: torch.Tensor  # [T] int64
+    token_pools: torch.Tensor  # [T] int64
     row_pools: torch.Tensor  # [rows] int64
     row_prefix: torch.Tensor  # [rows] int64: KV tokens before the row's first query
     drafts: DraftRows | None
@@ -90,6 +91,7 @@ def build_micro_step(
         input_ids=state.tokens[token_pools, torch.cat([draft_at, query])],
         positions=positions,
         out_cache_loc=req_to_token[token_pools, positions].long(),
+        token_pools=token_pools,
         row_pools=torch.cat([draft_pools, verify_pools]),
         row_prefix=torch.cat([draft_positions, first]),
         drafts=_draft_rows(step, inputs, state, config, draft_pools, draft_positions, verified),

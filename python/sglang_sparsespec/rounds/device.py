@@ -7,6 +7,7 @@ requests' state, so that one captured graph serves every batch that fits its slo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 from sgl_kernel_ext.buffers import FIELDS, HEADER, MicroStepBuffers, RequestTensors, RoundBuffers
 
 from sglang_sparsespec.attention.interface import LayerKV
+from sglang_sparsespec.attention.layers import WindowRows, add_sinks
 from sglang_sparsespec.attention.paged import PagedAttention, ScoredRows, ScoreTarget
 from sglang_sparsespec.config import SparseSpecConfig
 from sglang_sparsespec.rounds.kernels import RoundKernels
@@ -37,7 +39,8 @@ class DeviceRounds:
 
     Args:
         slots: most requests of a batch.
-        layers, heads: attention layers, and query heads of each, of this rank's model.
+        layers, heads: attention layers that see all tokens, and query heads of each, of this rank's model.
+        windows: sizes of the other layers' sliding windows.
         score_capacity: keys that can be scored at once over all rows, about the tokens of the KV pool.
     """
 
@@ -53,6 +56,7 @@ class DeviceRounds:
         layers: int,
         heads: int,
         score_capacity: int,
+        windows: Sequence[int] = (),
     ) -> None:
         device = req_to_token.device
         self.config, self.state, self.kernels, self.attention = config, state, kernels, attention
@@ -81,6 +85,8 @@ class DeviceRounds:
         # Sums of up to Q probabilities of all heads must fit 31 bits.
         self.shift = min(22, 30 - (self.queries * heads).bit_length())
         self._draft_lse: list[torch.Tensor] = []  # of the micro-step being run, a tensor a layer
+        self._sizes = tuple(windows)
+        self._windows: dict[int, WindowRows] = {}  # of the micro-step being run, by size
         self._reference_lse: torch.Tensor | None = None
         self.out_tokens = ints(slots, self.queries, dtype=torch.int64)
         self.out_lens = ints(slots, dtype=torch.int64)
@@ -188,8 +194,14 @@ class DeviceRounds:
         if buffers.nd:
             self.attention.begin_drafts(buffers.draft_len)
         self._draft_lse.clear()
+        self._windows = {size: self._window_rows(buffers, size) for size in self._sizes}
         if self.fused and step.scored is not None:
             self._reference_lse = self._estimate_lse(step.scored)
+
+    def _window_rows(self, buffers: MicroStepBuffers, size: int) -> WindowRows:
+        pools = torch.cat([buffers.draft_pool, buffers.verify_pool.repeat_interleave(buffers.queries)])
+        rows = WindowRows.of(self.requests.req_to_token, pools, buffers.positions, size)
+        return WindowRows(rows.slots, rows.lengths.int())
 
     def _estimate_lse(self, rows: ScoredRows) -> torch.Tensor:
         """LSE that the drafts saw at the positions being verified, [layers, R, queries, heads].
@@ -207,10 +219,15 @@ class DeviceRounds:
         """One layer of the micro-step: q [T, heads, D], its KV already stored. Returns [T, heads, D]."""
         buffers = step.buffers
         nd, nv = buffers.nd, buffers.nv
+        if layer.window is not None:
+            rows = self._windows[layer.window]
+            return add_sinks(*self.attention.attend_window(layer, q, rows.slots, rows.lengths), layer.sinks)[
+                0
+            ]
         parts = []
         if nd:
             pages = self.draft_pages[layer.index // self.config.score_layer_stride][:nd]
-            out, lse = self.attention.draft(layer, q[:nd], pages, buffers.draft_len)
+            out, lse = add_sinks(*self.attention.draft(layer, q[:nd], pages, buffers.draft_len), layer.sinks)
             parts.append(out)
             if self.fused:
                 self._draft_lse.append(lse)
@@ -221,13 +238,17 @@ class DeviceRounds:
     def _verify(self, step: DeviceStep, layer: LayerKV, q: torch.Tensor) -> torch.Tensor:
         buffers, rows = step.buffers, step.scored
         pages = self.verify_pages[: buffers.nv]
-        group, rest = divmod(layer.index, self.config.score_layer_stride)
-        if rest or not self.scores_needed:
+        if not self.scores_needed or not self.starts_selection(layer):
             rows = None
         if rows is not None and self.fused and self._reference_lse is not None:
-            target = ScoreTarget(self.sums[group], self._reference_lse[layer.index], self.shift, self.scope)
-            return self.attention.verify_scored(layer, q, pages, rows, target)
+            sums = self.sums[layer.index // self.config.score_layer_stride]
+            target = ScoreTarget(sums, self._reference_lse[layer.index], self.shift, self.scope)
+            out, lse = self.attention.verify_scored(layer, q, pages, rows, target)
+            return add_sinks(out, lse.t(), layer.sinks)[0]
         out, lse = self.attention.verify(layer, q, pages, buffers.seqlens, step.starts, buffers.queries)
+        if layer.sinks is not None:
+            out, by_token = add_sinks(out, lse.t(), layer.sinks)
+            lse = by_token.t().contiguous()
         if rows is not None:
             self.score(layer, q, lse, pages, rows)
         return out
@@ -251,6 +272,10 @@ class DeviceRounds:
     @property
     def scores_needed(self) -> bool:
         return self.config.selector == "pillar"
+
+    def starts_selection(self, layer: LayerKV) -> bool:
+        """Whether its scores make a selection: of the layers that see all tokens, the first of a group."""
+        return layer.window is None and layer.index % self.config.score_layer_stride == 0
 
     def score(
         self, layer: LayerKV, q: torch.Tensor, lse: torch.Tensor, pages: torch.Tensor, rows: ScoredRows
