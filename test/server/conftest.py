@@ -80,7 +80,7 @@ PLAN = [
         args=PROCESSORS,
         env=OPTIMIZED,
     ),
-    _spec("full-k1", "qwen3", stride=1, budget_ratio=1.0),
+    _spec("full-k1", "qwen3", stride=1, budget_ratio=1.0, attention="torch_paged", adapt="off"),
     _spec(
         "pillar-k8-llama",
         "llama",
@@ -90,7 +90,6 @@ PLAN = [
         env=OPTIMIZED,
         args=("--tp", "2"),
     ),
-    _spec("wrong-k8-llama", "llama", stride=8, debug_drafts="wrong", attention="torch_paged", adapt="off"),
 ]
 
 

@@ -138,6 +138,15 @@ def test_drafts_are_accepted_again_after_a_long_stretch_of_plain_decoding():
     assert [len(row) for row in toy.run([1, 2])] == [5, 5]
 
 
+@pytest.mark.parametrize("schedule", ["lockstep", "unified"])
+def test_wrong_drafts_cost_tokens_and_change_none(schedule):
+    config = dataclasses.replace(BASE, debug_drafts="wrong", schedule=schedule)
+    toy = Toy(config, TorchPagedAttention())
+    found = [toy.run([1, 2])[1] for _ in range(3)]
+    assert [len(row) for row in found] == [1, 1, 1]
+    assert sum(found, []) == Toy(config, TorchPagedAttention()).plain(2, 3)
+
+
 def test_sampled_rounds_may_be_filled_with_lookups():
     toy = Toy(dataclasses.replace(BASE, lookup="on"), TorchPagedAttention())
     toy.rounds.rounds.history.random_(0, 4)
