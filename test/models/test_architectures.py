@@ -57,7 +57,6 @@ ARCHITECTURES = {
     "qwen3-moe": ("Qwen3MoeConfig", {"head_dim": 32, **EXPERTS}),
     "gemma3": ("Gemma3TextConfig", {"head_dim": 32, "query_pre_attn_scalar": 32, **WINDOWS}),
     "olmo3": ("Olmo3Config", WINDOWS),
-    "exaone4": ("Exaone4Config", {"sliding_window_pattern": "LGL", **WINDOWS}),
     "cohere2": ("Cohere2Config", {"logit_scale": 1.0, **WINDOWS}),
     "granite-swa": ("GraniteSWAConfig", WINDOWS),
     "mixtral": ("MixtralConfig", {"num_local_experts": 4, "sliding_window": None}),

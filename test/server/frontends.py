@@ -50,6 +50,16 @@ def serves_front_ends(server, prompts, references):
     assert "Successful requests:" in told and told.split("Successful requests:")[1].split()[0] == "6"
 
 
+def rollouts(updated):
+    """What the example's rollouts said: by the model, twice by `updated`, and by the model again."""
+    settings = {"stride": 4, "min_tokens": 32, "attention": "torch_paged", "draft_weights": "int4"}
+    told = run(
+        EXAMPLES / "rollouts.py", REASONER, updated, "float32", SGLANG_SPARSESPEC_CONFIG=json.dumps(settings)
+    )
+    lines = [line for line in told.splitlines() if ": mean log-probability " in line]
+    return [lines[at : at + 2] for at in range(0, len(lines), 2)]
+
+
 def offline_engine():
     """(text, tokens, verifications) of both prompts of the example."""
     told = run(

@@ -1,8 +1,8 @@
 """A server that cannot be right does not start: it says why, before weights load. An engine needs none."""
 
 import pytest
-from farm import REASONER
-from frontends import offline_engine
+from farm import REASONER, other_weights
+from frontends import offline_engine, rollouts
 from sglang_sparsespec._server import ServerError, ServerProcess
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(1800)]
@@ -37,3 +37,11 @@ def test_the_offline_engine_speculates():
     assert len(found) == 2
     for text, tokens, verifications in found:
         assert text and 0 < verifications < tokens <= 40
+
+
+def test_an_engine_takes_new_weights_as_tensors(tmp_path):
+    before, new, from_disk, after = rollouts(other_weights(tmp_path / "other", seed=6))
+    assert len(before) == 2
+    assert before == after
+    assert new == from_disk
+    assert before != new
