@@ -25,7 +25,7 @@ CONFIGS = {
 }
 
 
-def make(config: SparseSpecConfig, *, graphs: bool):
+def make(config: SparseSpecConfig, *, graphs: bool, **model):
     from sglang_sparsespec.attention.fa3 import FA3Attention
     from sglang_sparsespec.attention.fused import FusedAttention
     from sglang_sparsespec.attention.triton_paged import TritonPagedAttention
@@ -40,7 +40,7 @@ def make(config: SparseSpecConfig, *, graphs: bool):
         attention = TritonPagedAttention()
     else:
         attention = FA3Attention()
-    return Toy(config, attention, graphs=graphs, device="cuda")
+    return Toy(config, attention, graphs=graphs, device="cuda", **model)
 
 
 @pytest.mark.parametrize("name", list(CONFIGS))
@@ -60,6 +60,29 @@ def test_graphs_give_what_eager_micro_steps_give_while_the_batch_shrinks(name):
         pools.pop()
     assert graphed.rounds.eager_micro_steps == 0
     assert eager.rounds.eager_micro_steps > 0
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("windows", [{}, {0: 40}, {0: 15, 2: 127}])
+@pytest.mark.parametrize("name", ["lockstep", "unified", "fused", "triton", "fused-kv_head"])
+def test_windows_and_sinks_give_in_graphs_what_they_give_without(name, windows, sinks):
+    config = SparseSpecConfig(stride=4, min_tokens=32, draft_support=8)
+    config = dataclasses.replace(config, **CONFIGS[name])
+    graphed, eager = (make(config, graphs=on, windows=windows, sinks=sinks) for on in (True, False))
+    for pools in ([1, 2, 3, 4, 5, 6], [5, 2], [3, 6, 1], [4]):
+        assert graphed.run(pools) == eager.run(pools)
+    assert graphed.rounds.eager_micro_steps == 0
+
+
+@pytest.mark.parametrize("windows", [{}, {0: 40}, {0: 15, 2: 127}])
+@pytest.mark.parametrize("name", ["lockstep", "fused", "triton"])
+def test_drafts_see_windows_and_sinks_as_verifications_do(name, windows):
+    """Where selections keep all, nearly every draft is right; none would be without a window or the sinks."""
+    config = SparseSpecConfig(stride=4, min_tokens=32, draft_support=8, budget_ratio=1.0)
+    config = dataclasses.replace(config, **CONFIGS[name])
+    toy = make(config, graphs=True, windows=windows, sinks=True)
+    lengths = [len(row) for _ in range(4) for row in toy.run([1, 2, 3, 4, 5, 6])]
+    assert sum(lengths) >= 0.8 * 5 * len(lengths)
 
 
 @pytest.mark.parametrize("name", ["lockstep", "fused", "kv_head"])

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
+import torch
 from farm import generate, make_model, make_server
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
@@ -63,6 +64,18 @@ ARCHITECTURES = {
 }
 
 
+# Those that SGLang serves on GPUs only.
+ON_GPUS = {
+    "gpt-oss": (
+        "GptOssConfig",
+        {"head_dim": 64, "num_local_experts": 8, "num_experts_per_tok": 2, **WINDOWS},
+        ("--attention-backend", "triton"),
+    ),
+    "exaone4": ("Exaone4Config", {"head_dim": 64, "sliding_window_pattern": "LGL", **WINDOWS},
+                ("--attention-backend", "triton")),
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def prompts():
     rng = random.Random(5)
@@ -72,11 +85,22 @@ def prompts():
 
 @pytest.mark.parametrize("name", list(ARCHITECTURES))
 def test_ids_equal_those_of_plain_decoding(name, prompts, tmp_path):
-    kind, changes = ARCHITECTURES[name]
+    compare(name, *ARCHITECTURES[name], prompts, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="SGLang serves these on GPUs only")
+@pytest.mark.parametrize("name", list(ON_GPUS))
+def test_ids_equal_those_of_plain_decoding_on_a_gpu(name, prompts, tmp_path):
+    kind, changes, args = ON_GPUS[name]
+    compare(name, kind, changes, prompts, tmp_path, args=(*args, "--mem-fraction-static", "0.3"))
+
+
+def compare(name, kind, changes, prompts, tmp_path, *, args=()):
     model = make_model(tmp_path / "model", kind, {**SHAPE, **changes}, seed=7)
     config = {"stride": 3, "min_tokens": 16, "schedule": "unified" if len(name) % 2 else "lockstep"}
-    plain = make_server(model, tmp_path / "plain.log", config=None)
-    ours = make_server(model, tmp_path / "sparsespec.log", config=json.dumps(config))
+    plain = make_server(model, tmp_path / "plain.log", config=None, args=args)
+    ours = make_server(model, tmp_path / "sparsespec.log", config=json.dumps(config), args=args)
     with ThreadPoolExecutor(2) as pool, ExitStack() as stack:
         for server in pool.map(lambda server: stack.enter_context(server), (plain, ours)):
             assert server.pid
