@@ -41,6 +41,9 @@ SIGNATURES = (
     "layers.sampler.Sampler._sample_from_probs",
     "managers.scheduler.Scheduler.is_disable_overlap_for_batch",
     "managers.scheduler.Scheduler.process_input_requests",
+    "managers.scheduler.Scheduler.is_fully_idle",
+    "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.release_memory_occupation",
+    "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.resume_memory_occupation",
     "mem_cache.allocation_sizing.get_alloc_reserve_per_decode",
     "mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
     "mem_cache.kv_index_translator.KVIndexTranslator.bind_own_plan",
@@ -384,12 +387,44 @@ def mask_by_grammars(logits: Any, reqs: Sequence[Any], drafts: Any) -> None:
 
 
 def wants_idle(message: Any) -> bool:
-    """Whether SGLang fails this message, or ends itself over it, unless nothing is running."""
+    """Whether SGLang fails this message, or ends itself over it, while something is running."""
     from sglang.srt.managers import io_struct
 
     kinds = (io_struct.FlushCacheReqInput, io_struct.ReleaseMemoryOccupationReqInput)
     # Updates of weights have a field of this name, and without it take no notice of what is running.
     return isinstance(message, kinds) or getattr(message, "flush_cache", False)
+
+
+def must_wait(scheduler: Any, message: Any) -> bool:
+    """Whether SGLang would end itself over this message: memory is released while something runs."""
+    from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
+
+    releases = isinstance(message, ReleaseMemoryOccupationReqInput)
+    return releases and not scheduler.is_fully_idle(ignore_waiting=scheduler._engine_paused)
+
+
+def change_memory(change: Any, updater: Any, message: Any, *, device: str) -> Any:
+    """Release or resume what is not released or resumed already: SGLang ends itself over a second time.
+
+    Args:
+        change: SGLang's `release_memory_occupation` or `resume_memory_occupation`.
+        device: on "cpu" nothing can be released; the KV cache is flushed as elsewhere.
+    """
+    from sglang.srt import constants
+    from sglang.srt.managers import io_struct
+
+    releases = isinstance(message, io_struct.ReleaseMemoryOccupationReqInput)
+    released = updater.offload_tags
+    known = constants.GPU_MEMORY_ALL_TYPES
+    tags = [tag for tag in message.tags or known if tag in known and (tag in released) != releases]
+    message.tags = tags
+    if tags and device != "cpu":
+        return change(updater, message)
+    (released.update if releases else released.difference_update)(tags)
+    if releases and constants.GPU_MEMORY_TYPE_KV_CACHE in tags:
+        updater.flush_cache()
+    kind = "Release" if releases else "Resume"
+    return getattr(io_struct, f"{kind}MemoryOccupationReqOutput")()
 
 
 def is_settling(scheduler: Any) -> bool:

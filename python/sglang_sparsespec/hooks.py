@@ -12,6 +12,7 @@ import os
 import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -65,7 +66,8 @@ EVERYWHERE: tuple[Hook, ...] = (
 
 # -- in the scheduler process, with SPARSESPEC selected -------------------------------------
 
-HELD = "_sparsespec_held"  # the scheduler's messages that wait
+HELD = "_sparsespec_held"  # the scheduler's messages that wait, and all behind them
+ASIDE = "_sparsespec_aside"  # those that others may overtake
 
 
 def _refuse_request(result: str | None, scheduler: Any, req: Any) -> str | None:
@@ -83,19 +85,26 @@ def _settle_first(process: Any, scheduler: Any, recv_reqs: list[Any]) -> None:
     """Messages that want an idle scheduler, and those after them, wait for rounds that outlive requests.
 
     A client that has its last reply may send such a message at once, while a step or a whole round for the
-    ended request is still running.
+    ended request is still running. One over which SGLang would end itself waits for requests too.
     """
-    messages = [*getattr(scheduler, HELD, ()), *recv_reqs]
-    setattr(scheduler, HELD, [])
-    done = 0
+    messages = [*getattr(scheduler, ASIDE, ()), *getattr(scheduler, HELD, ()), *recv_reqs]
+    ready: list[Any] = []
+    aside: list[Any] = []
+    held: list[Any] = []
     for at, message in enumerate(messages):
         if compat.wants_idle(message):
-            process(scheduler, messages[done:at])
-            done = at
+            process(scheduler, ready)
+            ready = []
+            if compat.must_wait(scheduler, message):
+                aside.append(message)
+                continue
             if compat.is_settling(scheduler):
-                setattr(scheduler, HELD, messages[at:])
-                return
-    process(scheduler, messages[done:])
+                held = messages[at:]
+                break
+        ready.append(message)
+    setattr(scheduler, ASIDE, aside)
+    setattr(scheduler, HELD, held)
+    process(scheduler, ready)
 
 
 def _seed_prefills(result: Any, *args: Any) -> Any:
@@ -112,6 +121,7 @@ def scheduler_hooks(config: SparseSpecConfig, device: str) -> list[Hook]:
     """The hooks that a scheduler needs for this configuration on this device."""
     reserve = kv_reserve(config.stride, config.schedule)
     sizing = "sglang.srt.mem_cache.allocation_sizing"
+    updater = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
     found = [
         Hook(
             f"{sizing}.get_alloc_reserve_per_decode",
@@ -148,6 +158,15 @@ def scheduler_hooks(config: SparseSpecConfig, device: str) -> list[Hook]:
             HookType.AROUND,
             _settle_first,
             "a flush or weight update right after the last reply would fail on the round that still runs",
+        ),
+        *(
+            Hook(
+                f"{updater}.{change}_memory_occupation",
+                HookType.AROUND,
+                partial(compat.change_memory, device=device),
+                "a second release or resume would end the scheduler, and on a CPU the first one",
+            )
+            for change in ("release", "resume")
         ),
         Hook(
             "sglang.srt.layers.sampler.Sampler._sample_from_probs",

@@ -340,6 +340,21 @@ def serves_new_weights(server, prompts, references):
     assert ids_of(generate(server, ids, max_new_tokens=60, ignore_eos=False)) == old
 
 
+def releases_memory(server, prompts, references):
+    """Released once nothing runs, and as often as one likes; what comes afterwards is as before."""
+    ids, wanted = prompts["reasoner"][:3], [r["ids"][:60] for r in references["reasoner"][:3]]
+    post(server, "resume_memory_occupation")
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(generate, server, ids, max_new_tokens=60, ignore_eos=False)
+        time.sleep(0.3)
+        post(server, "release_memory_occupation")
+        assert ids_of(running.result(timeout=60)) == wanted
+    post(server, "release_memory_occupation", tags=["kv_cache"])
+    for _ in range(2):
+        post(server, "resume_memory_occupation")
+    assert ids_of(generate(server, ids, max_new_tokens=60, ignore_eos=False)) == wanted
+
+
 def pauses_and_continues(server, prompts, references):
     """Requests that are paused in place, or retracted, go on as if nothing had been; aborted ones end."""
     ids, wanted = prompts["reasoner"][:5], [r["ids"][:300] for r in references["reasoner"][:5]]
@@ -408,7 +423,7 @@ def keeps_to_grammars(server, prompts, references):
 
 
 EXTRA = {
-    "pillar-k1-synchronous": (keeps_to_grammars, keeps_to_seeds, serves_new_weights),
+    "pillar-k1-synchronous": (keeps_to_grammars, keeps_to_seeds, serves_new_weights, releases_memory),
     "pillar-k8": (
         keeps_to_seeds,
         keeps_to_grammars,

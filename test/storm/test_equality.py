@@ -22,6 +22,7 @@ CONFIGS = {
     "reasoner": {"stride": 4, "min_tokens": 32, "attention": "torch_paged", "lookup": "on", "adapt": "on"},
     "qwen3": {"stride": 3, "min_tokens": 8, "index_scope": "kv_head", "schedule": "unified"},
 }
+ARGS = {"reasoner": ("--dp-size", "2"), "qwen3": ()}
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 # One of each row, most of them seldom.
 PARAMETERS = {
@@ -88,7 +89,7 @@ def test_what_is_said_is_what_plain_decoding_says(model, tmp_path):
         prompts = [[rng.randrange(10, 800) for _ in range(300)] for _ in range(8)]
     bodies = bodies_of(rng, prompts, COUNT)
     plain = make_server(path, tmp_path / "plain.log", config=None, args=("--disable-overlap-schedule",))
-    ours = make_server(path, tmp_path / "sparsespec.log", config=json.dumps(CONFIGS[model]))
+    ours = make_server(path, tmp_path / "sparsespec.log", config=json.dumps(CONFIGS[model]), args=ARGS[model])
     with ThreadPoolExecutor(16) as pool, ExitStack() as stack:
         list(pool.map(stack.enter_context, (plain, ours)))
         wanted = [alone(plain, body) for body in bodies]

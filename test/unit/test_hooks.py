@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from sglang.srt.managers import io_struct
+from sglang_sparsespec import compat
 from sglang_sparsespec.hooks import _settle_first
 
 
@@ -14,6 +15,7 @@ def batch(*finished):
 def scheduler(running=(), last=None, queued=None, **others):
     """As much of SGLang's as is looked at. queued: none without overlap."""
     fields = {"_engine_paused": False, "waiting_queue": [], "chunked_req": None, "last_batch": last}
+    fields["is_fully_idle"] = lambda ignore_waiting: not (running or last or (queued and queued.reqs))
     fields |= {} if queued is None else {"result_queue": [(queued, None)]}
     return SimpleNamespace(**{**fields, "running_batch": batch(*running), **others})
 
@@ -28,7 +30,6 @@ UPDATE = io_struct.UpdateWeightFromDiskReqInput(model_path="m")
 IDLE_WANTED = [
     UPDATE,
     io_struct.FlushCacheReqInput(),
-    io_struct.ReleaseMemoryOccupationReqInput(),
     io_struct.UpdateWeightsFromTensorReqInput(serialized_named_tensors=[]),
 ]
 
@@ -83,3 +84,74 @@ def test_it_does_not_wait_for_what_still_runs(others):
 )
 def test_nothing_else_waits(message):
     assert dispatched(scheduler(running=(True,)), message) == [message]
+
+
+RELEASE = io_struct.ReleaseMemoryOccupationReqInput()
+
+
+def test_memory_is_released_once_nothing_runs_and_others_do_not_wait_for_that():
+    busy = scheduler(running=(False,))
+    assert dispatched(busy, RELEASE, "continue") == ["continue"]
+    assert dispatched(busy, "more") == ["more"]
+    for name, value in vars(scheduler()).items():
+        setattr(busy, name, value)
+    assert dispatched(busy, "last") == [RELEASE, "last"]
+    assert dispatched(busy) == []
+
+
+def test_a_request_that_comes_right_before_a_release_is_waited_for():
+    found, done = scheduler(), []
+
+    def process(owner, some):
+        done.extend(some)
+        if "request" in some:
+            owner.is_fully_idle = lambda ignore_waiting: False
+
+    _settle_first(process, found, ["request", RELEASE])
+    assert done == ["request"]
+
+
+class Updater:
+    """SGLang's part: it pauses and resumes regions, and breaks where a region is not as it should be."""
+
+    def __init__(self):
+        self.offload_tags, self.flushes = set(), 0
+
+    def flush_cache(self):
+        self.flushes += 1
+
+    def release(self, message):
+        assert not self.offload_tags & set(message.tags)
+        self.offload_tags |= set(message.tags)
+        return "released"
+
+    def resume(self, message):
+        self.offload_tags = self.offload_tags - set(message.tags)
+        return "resumed"
+
+
+ALL = {"kv_cache", "weights", "cuda_graph"}
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_memory_is_released_and_resumed_once(device):
+    updater = Updater()
+    release, resume = io_struct.ReleaseMemoryOccupationReqInput, io_struct.ResumeMemoryOccupationReqInput
+
+    def change(message):
+        function = Updater.release if isinstance(message, release) else Updater.resume
+        return compat.change_memory(function, updater, message, device=device)
+
+    for message, left in (
+        (resume(), set()),
+        (release(tags=["weights"]), {"weights"}),
+        (release(), ALL),
+        (release(tags=["kv_cache", "nothing"]), ALL),
+        (resume(tags=["kv_cache"]), ALL - {"kv_cache"}),
+        (resume(tags=["kv_cache"]), ALL - {"kv_cache"}),
+        (resume(tags=[]), set()),
+        (resume(), set()),
+    ):
+        assert change(message) is not None
+        assert updater.offload_tags == left
+    assert updater.flushes == (device == "cpu")
