@@ -50,6 +50,8 @@ def bodies_of(rng, prompts, count):
         params |= {name: rng.choice(values) for name, values in PARAMETERS.items() if rng.random() < 0.12}
         if "regex" in params:
             params.pop("json_schema", None)
+        if "regex" in params or "json_schema" in params:
+            params.pop("ignore_eos", None)  # plain decoding sees one token late that the grammar has ended
         params["min_new_tokens"] = min(params.get("min_new_tokens", 0), params["max_new_tokens"])
         prompt = rng.choice(prompts)
         body = {"input_ids": prompt[: rng.randrange(1, len(prompt))], "sampling_params": params}
