@@ -1,6 +1,7 @@
 """What storms and soaks send, and what they look at."""
 
 import os
+import time
 from pathlib import Path
 
 
@@ -26,6 +27,16 @@ def params_of(rng):
     return {"max_new_tokens": rng.choice([1, 2, 9, 30]), **chosen}
 
 
+def wait_for_its_end(server):
+    """Raises AssertionError where processes are left. SGLang may wait a minute before it ends, for
+    dumps of those that died."""
+    for _ in range(100):
+        if not processes_of(server):
+            return
+        time.sleep(1)
+    raise AssertionError(f"still there: {processes_of(server)}")
+
+
 def processes_of(server):
     """Process ids of the server's group, by name."""
     found = {}
@@ -34,7 +45,8 @@ def processes_of(server):
             try:
                 if os.getpgid(int(entry)) == server.pid:
                     title = Path(f"/proc/{entry}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-                    found[int(entry)] = title
+                    if title:  # not a zombie
+                        found[int(entry)] = title
             except OSError:
                 continue
     return found

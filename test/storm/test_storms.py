@@ -16,7 +16,7 @@ import pytest
 import requests
 from farm import REASONER, generate, make_server, other_weights, update_weights, wait_until_idle
 from sglang_sparsespec._client import encode_prompts, load_problems
-from storms import params_of, processes_of
+from storms import params_of, processes_of, wait_for_its_end
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(1800)]
 
@@ -177,12 +177,8 @@ def test_a_process_that_is_killed_ends_the_server_and_leaves_nothing(victim, pro
             asked = pool.submit(requests.post, f"{server.url}/generate", json=body, timeout=60)
             time.sleep(2)
             os.kill(pids[0], signal.SIGKILL)
-            for _ in range(120):
-                if not processes_of(server):
-                    break
-                time.sleep(0.5)
+            wait_for_its_end(server)
             assert asked.exception(timeout=60) is not None or asked.result().status_code >= 400
-        assert not processes_of(server), "the others ended too"
 
 
 @pytest.mark.parametrize("when", ["starting", "decoding"])
@@ -200,10 +196,6 @@ def test_a_server_that_is_told_to_end_ends(when, prompts, tmp_path):
         else:
             time.sleep(25)  # weights and rounds are being made
         os.kill(server.pid, signal.SIGTERM)
-        for _ in range(120):
-            if not processes_of(server):
-                break
-            time.sleep(0.5)
-        assert not processes_of(server)
+        wait_for_its_end(server)
     finally:
         server.stop()
