@@ -4,9 +4,11 @@ stays what it was.
 Not part of `make test`: `make test-storm` takes about ten minutes. Seeds are in the output.
 """
 
+import itertools
 import json
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -144,6 +146,38 @@ def test_prefixes_that_are_shared_and_dropped(server, prompts, canary):
     assert set(send(server, bodies, at_once=24)) == {200}
     found = [generate(server, [body["input_ids"]], max_new_tokens=12, ignore_eos=False) for body in again]
     assert [a[0]["output_ids"] for a in found] == [a[0]["output_ids"] for a in wanted]
+
+
+def retractions(server):
+    """How often requests were taken out of the batch."""
+    return len(re.findall("#retracted_reqs: [1-9]", server.log_path.read_text(errors="replace")))
+
+
+def streamed(server, prompt, tokens):
+    """(ids, text) of every part of a stream, and its last log-probabilities."""
+    params = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    body = {"input_ids": prompt, "sampling_params": params, "stream": True, "return_logprob": True}
+    parts, last = [], {}
+    with requests.post(f"{server.url}/generate", json=body, stream=True, timeout=300) as reply:
+        assert reply.status_code == 200
+        for line in reply.iter_lines():
+            if line.startswith(b"data: {"):
+                last = json.loads(line[6:])
+                parts.append((last["output_ids"], last["text"]))
+    return parts, [entry[1] for entry in last["meta_info"]["output_token_logprobs"]]
+
+
+def test_streams_have_no_gaps_over_retractions(server, prompts, canary):
+    ids = [prompts[i % len(prompts)][: 40 + 3 * i] for i in range(24)]
+    wanted = [generate(server, [one], max_new_tokens=60)[0]["output_ids"] for one in ids]
+    before = retractions(server)
+    with ThreadPoolExecutor(24) as pool:
+        streams = list(pool.map(lambda one: streamed(server, one, 60), ids))
+    assert retractions(server) > before
+    for (parts, scored), own in zip(streams, wanted, strict=True):
+        for (before, text), (after, longer) in itertools.pairwise(parts):
+            assert after[: len(before)] == before and longer.startswith(text.rstrip("\ufffd"))
+        assert parts[-1][0] == own == scored
 
 
 def test_weight_updates_under_load(server, prompts, canary, tmp_path):
