@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from sglang.srt.managers import io_struct
-from sglang_sparsespec import compat
+from sglang_sparsespec import compat, plugin
 from sglang_sparsespec.hooks import _settle_first
 
 
@@ -155,3 +155,10 @@ def test_memory_is_released_and_resumed_once(device):
         assert change(message) is not None
         assert updater.offload_tags == left
     assert updater.flushes == (device == "cpu")
+
+
+def test_a_process_that_outlived_its_server_ends(monkeypatch):
+    gone = SimpleNamespace(is_alive=lambda: False)
+    monkeypatch.setattr("multiprocessing.parent_process", lambda: gone)
+    with pytest.raises(SystemExit, match="server ended"):
+        plugin.register()
