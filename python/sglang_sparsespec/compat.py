@@ -41,6 +41,9 @@ SIGNATURES = (
     "layers.sampler.Sampler._sample_from_probs",
     "managers.scheduler.Scheduler.is_disable_overlap_for_batch",
     "managers.scheduler.Scheduler.process_input_requests",
+    "managers.scheduler.Scheduler.handle_generate_request",
+    "managers.scheduler_components.logprob_result_processor.SchedulerLogprobResultProcessor.add_logprob_return_values",
+    "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_disk",
     "managers.scheduler.Scheduler.is_fully_idle",
     "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.release_memory_occupation",
     "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.resume_memory_occupation",
@@ -401,6 +404,27 @@ def must_wait(scheduler: Any, message: Any) -> bool:
 
     releases = isinstance(message, ReleaseMemoryOccupationReqInput)
     return releases and not scheduler.is_fully_idle(ignore_waiting=scheduler._engine_paused)
+
+
+def update_from_disk(update: Any, updater: Any, message: Any) -> Any:
+    """SGLang's `update_weights_from_disk`; an unknown format fails as an unknown path does."""
+    from sglang.srt.configs.load_config import LoadFormat
+    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqOutput
+
+    known = [each.value for each in LoadFormat]
+    if message.load_format is not None and message.load_format not in known:
+        text = f"load_format is {message.load_format!r}; allowed are {', '.join(known)}."
+        return UpdateWeightFromDiskReqOutput(success=False, message=text, num_paused_requests=0)
+    return update(updater, message)
+
+
+def clear_output_logprobs(req: Any) -> None:
+    """Drop all log-probabilities of output tokens that a request (`Req`) has so far."""
+    for kind in ("token", "top", "token_ids"):
+        for part in ("val", "idx"):
+            values = getattr(req.logprob, f"output_{kind}_logprobs_{part}")
+            if values is not None:
+                values.clear()
 
 
 def change_memory(change: Any, updater: Any, message: Any, *, device: str) -> Any:

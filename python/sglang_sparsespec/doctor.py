@@ -175,6 +175,7 @@ def check_attention() -> Found:
         with contextlib.suppress(metadata.PackageNotFoundError):
             yield "ok", f"found {name} {metadata.version(name)}"
     device, asked = find_device(), resolve_config().attention
+    serves = False
     for dtype, head_dim in itertools.product(("bfloat16", "float32"), (64, 128)):
         case = f"{dtype}, head dimension {head_dim}"
         try:
@@ -182,10 +183,16 @@ def check_attention() -> Found:
         except ConfigError as error:
             yield "warn", f"{case}: refused: {error}"
             continue
+        serves = True
         graphs = "with CUDA graphs" if chosen in GRAPHED else "without CUDA graphs"
         faster = [f"{name}: {why}" for name, why in obstacles.items() if why and asked == "auto"]
         why = f" ({'; '.join(faster)})" if faster else " (asked for)" if asked != "auto" else ""
         yield "ok", f"{case}: {chosen}, {graphs}{why}"
+    if not serves:
+        yield "fail", f'attention "{asked}" serves nothing here: a server would end. Use "auto".'
+    kind = resolve_config().draft_weights
+    if "fp8" in kind and not device.startswith("cuda"):
+        yield "fail", f'draft_weights "{kind}" needs a GPU: a server would end. Use "model" or "int4".'
 
 
 # -- self-test -------------------------------------

@@ -70,10 +70,30 @@ HELD = "_sparsespec_held"  # the scheduler's messages that wait, and all behind 
 ASIDE = "_sparsespec_aside"  # those that others may overtake
 
 
-def _refuse_request(result: str | None, scheduler: Any, req: Any) -> str | None:
-    from sglang_sparsespec.refusals import request_refusal
+FAULT = "_sparsespec_fault"  # what is wrong with the message that the scheduler is looking at
 
-    return result or request_refusal(req)
+
+def _note_fault(scheduler: Any, recv_req: Any, **options: Any) -> None:
+    """SGLang ends itself over a start of log-probabilities before the prompt."""
+    start = recv_req.logprob_start_len
+    fault = None
+    if start < -1:
+        fault = f"logprob_start_len is {start}; allowed are 0 and more, and -1 for output tokens only."
+        recv_req.logprob_start_len = -1
+    setattr(scheduler, FAULT, fault)
+
+
+def _refuse_request(result: str | None, scheduler: Any, req: Any) -> str | None:
+    from sglang_sparsespec.refusals import request_fault, request_refusal
+
+    return result or getattr(scheduler, FAULT, None) or request_fault(req) or request_refusal(req)
+
+
+def _put_out_nothing(result: Any, processor: Any, i: int, req: Any, *args: Any) -> Any:
+    """Without a token to put out there is no log-probability of one, as without speculation."""
+    if req.sampling_params.max_new_tokens == 0:
+        compat.clear_output_logprobs(req)
+    return result
 
 
 def _wait_for_the_host(result: bool, scheduler: Any, batch: Any, last_batch: Any) -> bool:
@@ -158,6 +178,25 @@ def scheduler_hooks(config: SparseSpecConfig, device: str) -> list[Hook]:
             HookType.AROUND,
             _settle_first,
             "a flush or weight update right after the last reply would fail on the round that still runs",
+        ),
+        Hook(
+            "sglang.srt.managers.scheduler.Scheduler.handle_generate_request",
+            HookType.BEFORE,
+            _note_fault,
+            "a request with a bad logprob_start_len would end the scheduler",
+        ),
+        Hook(
+            "sglang.srt.managers.scheduler_components.logprob_result_processor."
+            "SchedulerLogprobResultProcessor.add_logprob_return_values",
+            HookType.AFTER,
+            _put_out_nothing,
+            "with any speculation SGLang gives a request for 0 tokens the log-probability of one",
+        ),
+        Hook(
+            f"{updater}.update_weights_from_disk",
+            HookType.AROUND,
+            compat.update_from_disk,
+            "an unknown load_format would end the scheduler",
         ),
         *(
             Hook(

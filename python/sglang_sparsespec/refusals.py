@@ -129,11 +129,6 @@ def _sampling(field: str, neutral: Any) -> Callable[[Any], bool]:
     return lambda req: getattr(req.sampling_params, field, neutral) not in (neutral, None)
 
 
-def _outside_vocabulary(req: Any) -> bool:
-    ids = req.origin_input_ids
-    return len(ids) > 0 and not (min(ids) >= 0 and max(ids) < req.vocab_size)
-
-
 REQUEST_REFUSALS: tuple[Refusal, ...] = (
     Refusal("beam_width > 1", lambda req: (req.sampling_params.beam_width or 1) > 1, "beam search"),
     Refusal("watermark", _sampling("watermark", None), "watermarks"),
@@ -144,10 +139,30 @@ REQUEST_REFUSALS: tuple[Refusal, ...] = (
     Refusal("input_embeds", lambda req: req.input_embeds is not None, "input embeddings"),
     Refusal("image_data", lambda req: req.multimodal_inputs is not None, "multimodal input"),
     Refusal("session_params", lambda req: req.session is not None, "sessions"),
-    # SGLang's own forward cannot take these two: they end the scheduler.
-    Refusal("empty input_ids", lambda req: len(req.origin_input_ids) == 0, "empty prompts"),
-    Refusal("input_ids outside the vocabulary", _outside_vocabulary, "token ids that the model lacks"),
 )
+
+MOST_TOP_K = 2**31 - 1
+
+
+def request_fault(req: Any) -> str | None:
+    """What is wrong with a request (`Req`) that would end SGLang's scheduler, with or without us, or None."""
+    ids, params = req.origin_input_ids, req.sampling_params
+    if len(ids) == 0:
+        return "The prompt is empty: text or input_ids must give at least one token."
+    outside = next((i for i in (min(ids), max(ids)) if not 0 <= i < req.vocab_size), None)
+    if outside is not None:
+        return f"input_ids holds {outside}; allowed are the model's token ids, 0 to {req.vocab_size - 1}."
+    if params.top_k > MOST_TOP_K:
+        return f"top_k is {params.top_k}; allowed are 1 to {MOST_TOP_K}, and -1 for all tokens."
+    if params.min_new_tokens > 0:
+        stops = sorted(params.stop_token_ids or ())
+        unknown = [i for i in stops if not 0 <= i < req.vocab_size]
+        if unknown:
+            return (
+                f"stop_token_ids holds {unknown[0]}; with min_new_tokens, allowed are the model's token ids, "
+                f"0 to {req.vocab_size - 1}."
+            )
+    return None
 
 
 def request_refusal(req: Any) -> str | None:

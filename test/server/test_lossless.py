@@ -163,6 +163,11 @@ def logprobs_of_every_kind(server, prompts, references):
         "top_logprobs_num": 2,
         "token_ids_logprob": [7, 11],
     }
+    nothing = {**payload, "sampling_params": {"temperature": 0, "max_new_tokens": 0}, "logprob_start_len": 0}
+    nothing = requests.post(f"{server.url}/generate", json=nothing, timeout=60).json()["meta_info"]
+    assert len(nothing["input_token_logprobs"]) == len(prompts["reasoner"][1])
+    for kind in ("token", "top", "token_ids"):
+        assert nothing[f"output_{kind}_logprobs"] == []
     reference = references["reasoner"][1]["logprobs"][:30]
     whole = requests.post(f"{server.url}/generate", json=payload, timeout=60).json()["meta_info"]
     assert [entry[0] for entry in whole["output_token_logprobs"]] == pytest.approx(reference, abs=1e-3)
@@ -210,15 +215,25 @@ def stops_inside_an_accepted_run(server, prompts, references):
 
 
 def refuses_by_name(server, prompts, references):
-    """Every request-level refusal is a 400 that names the field, and the server goes on."""
+    """What cannot be served, or would end the scheduler, is a 400 that names it, and the server goes on."""
+    fine = {"text": "1"}
     for given, named in (
         ({"input_ids": []}, "empty"),
         ({"text": ""}, "empty"),
-        ({"input_ids": [9, 10**6]}, "vocabulary"),
+        ({"input_ids": [9, 10**6]}, "input_ids holds 1000000"),
+        ({**fine, "sampling_params": {"top_k": 2**40}}, "top_k is 1099511627776"),
+        (
+            {**fine, "sampling_params": {"min_new_tokens": 2, "stop_token_ids": [10**6]}},
+            "stop_token_ids holds",
+        ),
+        ({**fine, "return_logprob": True, "logprob_start_len": -7}, "logprob_start_len is -7"),
+        ({**fine, "return_routed_experts": True}, "SPARSESPEC does not support routed experts"),
     ):
         reply = requests.post(f"{server.url}/generate", json=given, timeout=60)
-        assert reply.status_code == 400 and named in reply.text
-    assert "SPARSESPEC" in reply.text, "the last one is ours, the empty ones are SGLang's own"
+        assert reply.status_code == 400 and named in reply.text, reply.text
+    update = {"model_path": str(references["models"]["reasoner"]), "load_format": "zzz"}
+    reply = requests.post(f"{server.url}/update_weights_from_disk", json=update, timeout=60)
+    assert reply.status_code == 400 and "load_format is 'zzz'; allowed are auto" in reply.text
 
 
 def exports_metrics(server, prompts, references):

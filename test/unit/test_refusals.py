@@ -11,6 +11,7 @@ from sglang_sparsespec.refusals import (
     REQUEST_REFUSALS,
     SERVER_REFUSALS,
     model_refusal,
+    request_fault,
     request_refusal,
     server_refusals,
     unsupported_layer,
@@ -94,8 +95,6 @@ REQUEST = {
     "input_embeds": {"input_embeds": [[0.0]]},
     "image_data": {"multimodal_inputs": object()},
     "session_params": {"session": object()},
-    "empty input_ids": {"origin_input_ids": []},
-    "input_ids outside the vocabulary": {"origin_input_ids": [5, 896]},
 }
 REQ_FIELDS = {
     "return_logprob": False,
@@ -149,6 +148,31 @@ def test_a_request_is_refused_with_the_name_of_its_field(name):
 )
 def test_supported_requests_are_not_refused(given):
     assert request_refusal(request(**given)) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"origin_input_ids": []}, "The prompt is empty"),
+        (
+            {"origin_input_ids": [5, 896, 7]},
+            "input_ids holds 896; allowed are the model's token ids, 0 to 895.",
+        ),
+        ({"origin_input_ids": [5, -1]}, "input_ids holds -1;"),
+        ({"top_k": 2**40}, "top_k is 1099511627776; allowed are 1 to 2147483647"),
+        ({"min_new_tokens": 5, "stop_token_ids": [3, 1200]}, "stop_token_ids holds 1200;"),
+        ({"min_new_tokens": 5, "stop_token_ids": [-4]}, "stop_token_ids holds -4;"),
+    ],
+)
+def test_what_would_end_the_scheduler_is_a_fault(given, told):
+    assert request_fault(request(**given)).startswith(told)
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"top_k": 2**31 - 1}, {"top_k": -1}, {"stop_token_ids": [9999]}, {"min_new_tokens": 5}]
+)
+def test_all_else_is_none(given):
+    assert request_fault(request(**given)) is None
 
 
 def test_all_unsupported_fields_are_told_at_once_and_each_reason_once():

@@ -35,6 +35,14 @@ class CpuTorchPlatform(CpuDeviceMixin, SRTPlatform):
         """Return the name of the attention backend."""
         return ATTENTION_BACKEND
 
+    def get_torch_profiler_activity_str(self) -> str:
+        """Return "CPU", which SGLang's profiler knows already."""
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        """Return torch's name of it."""
+        return torch.profiler.ProfilerActivity.CPU
+
     def get_dispatch_key_name(self) -> str:
         """Return "native": SGLang's fused layers run their plain torch forward."""
         return "native"
