@@ -68,9 +68,7 @@ EVERYWHERE: tuple[Hook, ...] = (
 
 HELD = "_sparsespec_held"  # the scheduler's messages that wait, and all behind them
 ASIDE = "_sparsespec_aside"  # those that others may overtake
-
-
-FAULT = "_sparsespec_fault"  # what is wrong with the message that the scheduler is looking at
+FAULT = "_sparsespec_fault"  # what is wrong with the request that it is looking at
 
 
 def _note_fault(scheduler: Any, recv_req: Any, **options: Any) -> None:
