@@ -53,6 +53,10 @@ def bodies_of(rng, prompts, count):
         if "regex" in params or "json_schema" in params:
             params.pop("ignore_eos", None)  # plain decoding sees one token late that the grammar has ended
             params.pop("min_new_tokens", None)  # a grammar that wants to end then allows nothing at all
+        if "repetition_penalty" in params:
+            # SGLang keeps its penalties in a set: which of them it applies first differs from run to run.
+            params.pop("frequency_penalty", None)
+            params.pop("presence_penalty", None)
         params["min_new_tokens"] = min(params.get("min_new_tokens", 0), params["max_new_tokens"])
         prompt = rng.choice(prompts)
         body = {"input_ids": prompt[: rng.randrange(1, len(prompt))], "sampling_params": params}
