@@ -119,9 +119,9 @@ def test_windows_are_those_of_the_loop(window, sinks):
     lengths = [1, 9, 40]
     pool = Pool(lengths, 4, 2, 64, sinks=sinks)
     owner, positions = torch.tensor([0, 1, 1, 2, 2]), torch.tensor([0, 2, 8, 39, 12])
-    rows = WindowRows.of(pool.table, pool.pools[owner], positions, window)
+    rows = WindowRows.of(pool.table, pool.pools[owner], positions, window, dtype=torch.int64)
     q = pool.queries(len(owner))
-    out = TorchAttention(pool.table).attend_window(pool.layer, q, rows.slots.long(), rows.lengths)
+    out = TorchAttention(pool.table).attend_window(pool.layer, q, rows.slots, rows.lengths)
     for token, (row, position) in enumerate(zip(owner.tolist(), positions.tolist(), strict=True)):
         seen = pool.table[pool.pools[row], max(0, position - window) : position + 1].long()
         assert int(rows.lengths[token]) == len(seen)

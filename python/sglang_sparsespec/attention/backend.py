@@ -105,7 +105,7 @@ class SparseSpecAttentionBackend(AttentionBackend):
         self._step = step
         self.attention.plan(step.drafts, step.verifies)
         self._windows = {
-            size: WindowRows.of(self.req_to_token, step.token_pools, step.positions, size)
+            size: WindowRows.of(self.req_to_token, step.token_pools, step.positions, size, dtype=torch.int64)
             for size in self.layers.sizes
         }
         if step.verifies is not None:
@@ -211,7 +211,7 @@ class SparseSpecAttentionBackend(AttentionBackend):
             raise RuntimeError("there is no host-planned attention to run this micro-step.")
         if layer.window is not None:
             rows = self._windows[layer.window]
-            return self.attention.attend_window(layer, q, rows.slots.long(), rows.lengths).reshape(len(q), -1)
+            return self.attention.attend_window(layer, q, rows.slots, rows.lengths).reshape(len(q), -1)
         drafted = step.draft_count
         parts = []
         if step.drafts is not None:
@@ -220,7 +220,7 @@ class SparseSpecAttentionBackend(AttentionBackend):
             wants = (
                 self.selector.needs_scores
                 and step.scored
-                and layer.index % self.config.score_layer_stride == 0
+                and layer.starts_group(self.config.score_layer_stride)
             )
             out, scores = self.attention.verify(layer, q[drafted:][step.verify_gather], scores=wants)
             parts.append(out.flatten(0, 1)[step.verify_flat])
@@ -257,8 +257,7 @@ class SparseSpecAttentionBackend(AttentionBackend):
         return self.req_to_token[rows.pools[:, None, None], positions].long()
 
     def _seed_layer(self, rows: VerifyRows, q: torch.Tensor, layer: LayerKV) -> None:
-        passed_over = layer.window is not None or layer.index % self.config.score_layer_stride
-        if passed_over or self.attention is None:
+        if self.attention is None or not layer.starts_group(self.config.score_layer_stride):
             return
         scores = self.attention.tail_scores(layer, q[self._seed_gather], rows)
         self._select_layer(layer.index, rows, scores)

@@ -29,7 +29,7 @@ class DeviceSeed:
 
     def score(self, rounds: DeviceRounds, layer: LayerKV, q: torch.Tensor) -> None:
         """Score one layer from the prefill's queries, [T, heads, D]; their KV is in the pool already."""
-        if not rounds.scores_needed or not rounds.starts_selection(layer):
+        if not rounds.scores_needed or not layer.starts_group(rounds.config.score_layer_stride):
             return
         tails = q[self.tokens]
         _, lse = rounds.attention.verify(

@@ -22,6 +22,10 @@ class LayerKV:
     window: int | None = None  # keys before its own one that a query sees; None: all
     sinks: torch.Tensor | None = None  # [Hq] learned logits that take part in the softmax, without values
 
+    def starts_group(self, stride: int) -> bool:
+        """Whether its scores make a selection: of the layers that see all tokens, every `stride`-th."""
+        return self.window is None and self.index % stride == 0
+
 
 @dataclass(frozen=True)
 class DraftRows:

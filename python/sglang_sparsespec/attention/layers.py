@@ -52,20 +52,29 @@ class AttentionLayers:
 class WindowRows:
     """The windows of a micro-step's tokens, one row a token."""
 
-    slots: torch.Tensor  # [T, 1, window + 1], of the page table's dtype; beyond a row's length its own slot
-    lengths: torch.Tensor  # [T] int64
+    slots: torch.Tensor  # [T, 1, window + 1]; beyond a row's length its own slot
+    lengths: torch.Tensor  # [T]
 
     @classmethod
     def of(
-        cls, req_to_token: torch.Tensor, pools: torch.Tensor, positions: torch.Tensor, window: int
+        cls,
+        req_to_token: torch.Tensor,
+        pools: torch.Tensor,
+        positions: torch.Tensor,
+        window: int,
+        *,
+        dtype: torch.dtype,
     ) -> WindowRows:
-        """Of tokens at `positions` [T] of the requests in rows `pools` [T] of the page table."""
+        """Of tokens at `positions` [T] of the requests in rows `pools` [T] of the page table.
+
+        dtype: of slots and lengths, as the attention takes them.
+        """
         lengths = (positions + 1).clamp(max=window + 1)
         columns = torch.arange(window + 1, device=positions.device)
         at = torch.minimum((positions + 1 - lengths)[:, None] + columns, positions[:, None])
         # Padded tokens of a request at its context limit stand behind the table's last column.
         at = at.clamp(max=req_to_token.shape[1] - 1)
-        return cls(req_to_token[pools[:, None], at][:, None], lengths)
+        return cls(req_to_token[pools[:, None], at][:, None].to(dtype), lengths.to(dtype))
 
 
 def add_sinks(

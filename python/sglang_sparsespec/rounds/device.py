@@ -200,8 +200,8 @@ class DeviceRounds:
 
     def _window_rows(self, buffers: MicroStepBuffers, size: int) -> WindowRows:
         pools = torch.cat([buffers.draft_pool, buffers.verify_pool.repeat_interleave(buffers.queries)])
-        rows = WindowRows.of(self.requests.req_to_token, pools, buffers.positions, size)
-        return WindowRows(rows.slots, rows.lengths.int())
+        table = self.requests.req_to_token
+        return WindowRows.of(table, pools, buffers.positions, size, dtype=torch.int32)
 
     def _estimate_lse(self, rows: ScoredRows) -> torch.Tensor:
         """LSE that the drafts saw at the positions being verified, [layers, R, queries, heads].
@@ -238,7 +238,7 @@ class DeviceRounds:
     def _verify(self, step: DeviceStep, layer: LayerKV, q: torch.Tensor) -> torch.Tensor:
         buffers, rows = step.buffers, step.scored
         pages = self.verify_pages[: buffers.nv]
-        if not self.scores_needed or not self.starts_selection(layer):
+        if not self.scores_needed or not layer.starts_group(self.config.score_layer_stride):
             rows = None
         if rows is not None and self.fused and self._reference_lse is not None:
             sums = self.sums[layer.index // self.config.score_layer_stride]
@@ -272,10 +272,6 @@ class DeviceRounds:
     @property
     def scores_needed(self) -> bool:
         return self.config.selector == "pillar"
-
-    def starts_selection(self, layer: LayerKV) -> bool:
-        """Whether its scores make a selection: of the layers that see all tokens, the first of a group."""
-        return layer.window is None and layer.index % self.config.score_layer_stride == 0
 
     def score(
         self, layer: LayerKV, q: torch.Tensor, lse: torch.Tensor, pages: torch.Tensor, rows: ScoredRows
