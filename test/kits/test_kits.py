@@ -17,12 +17,15 @@ import pytest
 import smollm2
 from farm import make_server
 from sglang.test.server_fixtures.spec_eagle_fixture import SpecEagleServerBase
+from sglang_sparsespec.demo import find_device
 from transformers import AutoTokenizer
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(3600)]
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sglang-sparsespec/smollm2-135m"
 ARGS = ("--context-length", "2048", "--max-total-tokens", "30000", "--max-running-requests", "16")
+if find_device() == "cuda":
+    ARGS += ("--dtype", "bfloat16")
 TRIES = 3  # of each test on each server: most sample, and a small model is not always lucky
 CONFIG = {"stride": 4, "min_tokens": 128}
 

@@ -93,7 +93,7 @@ def test_ids_equal_those_of_plain_decoding(name, prompts, tmp_path):
 @pytest.mark.parametrize("name", list(ON_GPUS))
 def test_ids_equal_those_of_plain_decoding_on_a_gpu(name, prompts, tmp_path):
     kind, changes, args = ON_GPUS[name]
-    compare(name, kind, changes, prompts, tmp_path, args=(*args, "--mem-fraction-static", "0.3"))
+    compare(name, kind, changes, prompts, tmp_path, args=args)
 
 
 def compare(name, kind, changes, prompts, tmp_path, *, args=()):

@@ -4,6 +4,11 @@ import os
 import time
 from pathlib import Path
 
+from sglang_sparsespec.demo import find_device
+
+# Rounds planned on the device: in CUDA graphs where there is a GPU.
+DEVICE_PLANNED = "auto" if find_device() == "cuda" else "torch_paged"
+
 
 def params_of(rng):
     """Random sampling parameters, most of them good ones."""

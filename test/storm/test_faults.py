@@ -14,7 +14,7 @@ import pytest
 import requests
 from farm import REASONER, generate, make_server
 from sglang_sparsespec._client import encode_prompts, load_problems
-from storms import wait_for_its_end
+from storms import DEVICE_PLANNED, wait_for_its_end
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
@@ -40,23 +40,24 @@ def register():
         if kind == "raise":
             raise RuntimeError("a fault that was put in")
         result = original(*args, **kwargs)
-        if kind == "nan":
-            result.fill_(float("nan"))
-        elif kind == "index":
-            result.fill_(10**9)
+        broken = result[-1] if isinstance(result, tuple) else result
+        broken.fill_(float("nan") if kind == "nan" else 10**9)
         return result
 
     setattr(holder, name, faulty)
 '''
-HOST = {"stride": 3, "min_tokens": 16}
-DEVICE = {"stride": 3, "min_tokens": 16, "attention": "torch_paged"}
+HOST = {"stride": 3, "min_tokens": 16, "attention": "torch"}
+DEVICE = {**HOST, "attention": DEVICE_PLANNED}
+EAGER = {**HOST, "attention": "torch_paged"}
 TAIL, WORKER = "sglang_sparsespec.rounds.eager", "sglang_sparsespec.worker"
+MICRO_STEP = "sglang_sparsespec.rounds.graphs MicroStepGraphs.run"
 FATAL = {
     "draft": (HOST, f"{TAIL} store_drafts raise 20"),
     "verify": (HOST, f"{TAIL} accept_verified raise 20"),
     "select": (HOST, "sglang_sparsespec.selection.interface Selector.select raise 50"),
     "plan": (DEVICE, "sglang_sparsespec.rounds.device DeviceRounds.upload raise 20"),
-    "model": (DEVICE, f"{WORKER} SparseSpecWorker._forward_device raise 60"),
+    "model": (EAGER, f"{WORKER} SparseSpecWorker._forward_device raise 60"),
+    "micro-step": (DEVICE, f"{MICRO_STEP} raise 60"),
     "output": (DEVICE, f"{WORKER} SparseSpecWorker.on_verify_complete_cpu raise 20"),
     "selection-out-of-range": (
         HOST,
@@ -65,7 +66,8 @@ FATAL = {
 }
 SURVIVED = {
     "nan-on-the-host-path": (HOST, f"{WORKER} SparseSpecWorker._forward_eager nan 30"),
-    "nan-on-the-device-path": (DEVICE, f"{WORKER} SparseSpecWorker._forward_device nan 30"),
+    "nan-on-the-device-path": (EAGER, f"{WORKER} SparseSpecWorker._forward_device nan 30"),
+    "nan-after-a-graph": (DEVICE, f"{MICRO_STEP} nan 30"),
 }
 
 

@@ -18,18 +18,24 @@ import pytest
 import requests
 from farm import REASONER, generate, make_server, other_weights, update_weights, wait_until_idle
 from sglang_sparsespec._client import encode_prompts, load_problems
-from storms import params_of, processes_of, wait_for_its_end
+from storms import DEVICE_PLANNED, params_of, processes_of, wait_for_its_end
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(1800)]
 
 CONFIGS = {
-    "host-planned": {"stride": 3, "min_tokens": 16, "schedule": "unified", "index_scope": "kv_head"},
+    "host-planned": {
+        "stride": 3,
+        "min_tokens": 16,
+        "schedule": "unified",
+        "index_scope": "kv_head",
+        "attention": "torch",
+    },
     "device-planned": {
         "stride": 4,
         "min_tokens": 16,
         "schedule": "auto",
         "adapt": "on",
-        "attention": "torch_paged",
+        "attention": DEVICE_PLANNED,
         "draft_weights": "int4",
     },
 }
