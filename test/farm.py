@@ -17,9 +17,10 @@ from sglang_sparsespec.demo import find_device
 ASSETS = Path(__file__).resolve().parents[1] / "python/sglang_sparsespec/assets"
 REASONER = ASSETS / "reasoner-5m"
 READY_S = 420
-# Room for other servers on the same GPU, and graphs for few requests, which take less time to capture.
+# SGLang's kernels there take 16 bits. Room for other servers on the same GPU, and graphs for few requests, which
+# take less time to capture.
 SMALL_ON_A_GPU = (
-    "--mem-fraction-static", "0.4", "--max-total-tokens", "60000", "--max-running-requests", "32",
+    "--dtype", "bfloat16", "--mem-fraction-static", "0.4", "--max-total-tokens", "60000", "--max-running-requests", "32",
     "--cuda-graph-max-bs-decode", "32", "--cuda-graph-backend-prefill", "disabled",
 )  # fmt: skip
 
@@ -105,9 +106,8 @@ def make_server(
     env: Mapping[str, str] | None = None,
 ) -> ServerProcess:
     """A server that is not started yet. config: JSON of SPARSESPEC's; None: without speculation."""
-    flags = ["--dtype", "float32", "--random-seed", "1", "--skip-server-warmup"]
-    if find_device() == "cuda":
-        flags += SMALL_ON_A_GPU
+    flags = ["--random-seed", "1", "--skip-server-warmup"]
+    flags += SMALL_ON_A_GPU if find_device() == "cuda" else ("--dtype", "float32")
     flags += args  # the last of two of a name is taken
     # Without dynamo: SGLang compiles a helper of tensor-parallel embeddings, a minute of C++ here.
     env = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", **(env or {})}

@@ -129,3 +129,16 @@ def test_filled_rounds_give_what_eager_ones_give_and_wait_for_nothing(name, gree
             assert got == eager.run(pools, drafts=drafts, total=total)
             assert torch.equal(graphed.rounds.rounds.history[1:], eager.rounds.rounds.history[1:])
     assert graphed.rounds.eager_micro_steps == 0
+
+
+def test_starting_a_request_waits_for_nothing():
+    state = make(SparseSpecConfig(stride=4, min_tokens=32), graphs=False).rounds.state
+    pools, lengths = torch.tensor([2, 5], device="cuda"), torch.tensor([40, 7], device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        state.begin_window(pools, lengths)
+        state.begin(pools, lengths)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert state.selected_len[pools].tolist() == [0, 0] and state.committed[pools].tolist() == [40, 7]

@@ -69,10 +69,10 @@ ON_GPUS = {
     "gpt-oss": (
         "GptOssConfig",
         {"head_dim": 64, "num_local_experts": 8, "num_experts_per_tok": 2, **WINDOWS},
-        ("--attention-backend", "triton"),
+        ("--attention-backend", "triton", "--dtype", "float16"),
     ),
     "exaone4": ("Exaone4Config", {"head_dim": 64, "sliding_window_pattern": "LGL", **WINDOWS},
-                ("--attention-backend", "triton")),
+                ("--attention-backend", "triton", "--dtype", "float16")),
 }  # fmt: skip
 
 

@@ -164,11 +164,12 @@ class DeviceRounds:
         state = self.state
         if sampled:  # from one token that was certain
             state.support_ids[pools, drafted:most, 0] = state.tokens[pools, drafted + 1 : most + 1]
-            state.support_probs[pools, drafted:most] = 0.0
-            state.support_probs[pools, drafted:most, 0] = 1.0
+            # Not by assignment: a number assigned to indexed rows is copied to the device, and waited for.
+            state.support_probs[:, drafted:most].index_fill_(0, pools, 0.0)
+            state.support_probs[:, drafted:most, 0].index_fill_(0, pools, 1.0)
         if self.fused:
             # No draft has seen these positions: their queries are not scored.
-            self.lse[:, pools, drafted:most] = float("-inf")
+            self.lse[:, :, drafted:most].index_fill_(1, pools, float("-inf"))
 
     # -- the device's part of a micro-step -------------------------------------
 

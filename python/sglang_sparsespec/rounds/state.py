@@ -59,7 +59,7 @@ class RequestState:
         Pool rows are reused: nothing of the row's last request may survive. lengths: [n] int64, committed.
         """
         self.committed[pools] = lengths
-        self.selected_len[pools] = 0
+        self.selected_len.index_fill_(0, pools, 0)  # a number assigned to rows would wait for the device
         self.selected_base[pools] = (lengths - self.selected.shape[-1]).clamp(min=0)
 
     def zero(self) -> None:
