@@ -17,11 +17,12 @@ from sglang_sparsespec.demo import find_device
 ASSETS = Path(__file__).resolve().parents[1] / "python/sglang_sparsespec/assets"
 REASONER = ASSETS / "reasoner-5m"
 READY_S = 420
-# SGLang's kernels there take 16 bits. Room for other servers on the same GPU, and graphs for few requests, which
-# take less time to capture.
+# SGLang's kernels there take 16 bits. Room for other servers on the same GPU, and graphs for few requests,
+# which are captured faster.
 SMALL_ON_A_GPU = (
-    "--dtype", "bfloat16", "--mem-fraction-static", "0.4", "--max-total-tokens", "60000", "--max-running-requests", "32",
-    "--cuda-graph-max-bs-decode", "32", "--cuda-graph-backend-prefill", "disabled",
+    "--dtype", "bfloat16", "--mem-fraction-static", "0.4", "--max-total-tokens", "60000",
+    "--max-running-requests", "32", "--cuda-graph-max-bs-decode", "32",
+    "--cuda-graph-backend-prefill", "disabled",
 )  # fmt: skip
 
 

@@ -64,14 +64,15 @@ ARCHITECTURES = {
 }
 
 
-# Those that SGLang serves on GPUs only.
+# Those that SGLang serves on GPUs only. (It takes EXAONE's heads for hidden_size / heads wide, and routers of
+# gpt-oss for 32 bits beside bfloat16 only.)
 ON_GPUS = {
     "gpt-oss": (
         "GptOssConfig",
         {"head_dim": 64, "num_local_experts": 8, "num_experts_per_tok": 2, **WINDOWS},
-        ("--attention-backend", "triton", "--dtype", "float16"),
+        ("--attention-backend", "triton"),
     ),
-    "exaone4": ("Exaone4Config", {"head_dim": 64, "sliding_window_pattern": "LGL", **WINDOWS},
+    "exaone4": ("Exaone4Config", {"hidden_size": 256, "sliding_window_pattern": "LGL", **WINDOWS},
                 ("--attention-backend", "triton", "--dtype", "float16")),
 }  # fmt: skip
 
