@@ -22,6 +22,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from sglang_sparsespec.config import ALLOW_UNTESTED_ENV
@@ -47,6 +48,10 @@ SIGNATURES = (
     "managers.scheduler.Scheduler.is_fully_idle",
     "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.release_memory_occupation",
     "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.resume_memory_occupation",
+    "kv_canary.runner.canary_manager.CanaryManager.with_active_single_forward_manager",
+    "kv_canary.runner.canary_manager.CanaryManager.with_ops_outside_graph",
+    "kv_canary.single_forward_manager.manager.SingleForwardManager.pre_ops_maybe_inside_graph",
+    "kv_canary.single_forward_manager.manager.SingleForwardManager.post_ops_maybe_inside_graph",
     "mem_cache.allocation_sizing.get_alloc_reserve_per_decode",
     "mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
     "mem_cache.kv_index_translator.KVIndexTranslator.bind_own_plan",
@@ -359,12 +364,67 @@ def model_logits(runner: Any, forward_batch: Any) -> Any:
     from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
     from sglang.srt.runtime_context import get_model
 
+    canary = runner.canary_manager
     with (
+        canary.with_active_single_forward_manager(0) if canary is not None else contextlib.nullcontext(),
         get_model().override(shared_experts=runner.model.shared_experts_config),
         forward_context(ForwardContext(attn_backend=runner.attn_backend), forward_batch=forward_batch),
     ):
         out = runner.model.forward(forward_batch.input_ids, forward_batch.positions, forward_batch)
     return out.next_token_logits
+
+
+def watched_by_canary(runner: Any) -> bool:
+    """Whether SGLang's KV canary is on. Makes room in it for micro-steps: up to two slots a request."""
+    if runner.canary_manager is None:
+        return False
+    for manager in runner.canary_manager._single_forward_managers:
+        manager._write_entry_capacity += manager._write_req_capacity
+        manager._write_req_capacity *= 2
+    return True
+
+
+@contextlib.contextmanager
+def canary_step(runner: Any, rows: int, positions: Any) -> Iterator[None]:
+    """Around a micro-step of `rows` slots that does not go through SGLang's runner: what its KV canary does
+    outside of graphs."""
+    batch = SimpleNamespace(
+        batch_size=rows, positions=positions, req_all_ids_flat=None, req_all_ids_lens=None
+    )
+    with runner.canary_manager.with_ops_outside_graph(
+        single_forward_indices=[0], maybe_inaccurate_forward_batch=batch
+    ):
+        yield
+
+
+def written_rows(
+    *, pools: Any, prefix: Any, lengths: Any, input_ids: Any, positions: Any, out_cache_loc: Any
+) -> SimpleNamespace:
+    """A micro-step as SGLang's KV canary reads a prefill.
+
+    Args:
+        pools, prefix, lengths: [rows]: tokens of a row stand together; `prefix` have KV already.
+        input_ids, positions, out_cache_loc: [T].
+    """
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+    return SimpleNamespace(
+        forward_mode=ForwardMode.EXTEND,
+        spec_info=None,
+        req_pool_indices=pools,
+        extend_prefix_lens=prefix,
+        extend_seq_lens=lengths,
+        input_ids=input_ids,
+        positions=positions,
+        out_cache_loc=out_cache_loc,
+        req_all_ids_lens=None,
+    )
+
+
+def read_micro_step(read: Callable[..., Any], manager: Any, forward_batch: Any, *results: Any) -> Any:
+    """Show SGLang's KV canary a micro-step's rows; it takes verifications for rows of k + 1 tokens each."""
+    rows = getattr(forward_batch.spec_info, "written", None)
+    return read(manager, forward_batch if rows is None else rows, *results)
 
 
 def mask_by_grammars(logits: Any, reqs: Sequence[Any], drafts: Any) -> None:

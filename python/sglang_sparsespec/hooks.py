@@ -212,6 +212,16 @@ def scheduler_hooks(config: SparseSpecConfig, device: str) -> list[Hook]:
             "SGLang draws a request's first token, and without deterministic inference it ignores seeds",
         ),
     ]
+    canary = "sglang.srt.kv_canary.single_forward_manager.manager.SingleForwardManager"
+    found += [
+        Hook(
+            f"{canary}.{part}_ops_maybe_inside_graph",
+            HookType.AROUND,
+            compat.read_micro_step,
+            "the KV canary takes every row of a verification for k + 1 tokens",
+        )
+        for part in ("pre", "post")
+    ]
     if device == "cpu":
         from sglang_sparsespec.platforms.cpu_ops import cpu_op_replacements
 

@@ -77,6 +77,11 @@ SERVER_REFUSALS: tuple[Refusal, ...] = (
         _set("enable_deterministic_inference"),
         "draft and verify rows differ in shape",
     ),
+    Refusal(
+        "--kv-canary",
+        lambda args: args.kv_canary != "none" and args.device != "cuda",
+        "SGLang's canary watches KV caches of GPUs only",
+    ),
     Refusal("--is-embedding", _set("is_embedding"), "there is nothing to draft"),
     Refusal("--sampling-backend ascend", lambda args: args.sampling_backend == "ascend", "not implemented"),
 )

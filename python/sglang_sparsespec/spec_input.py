@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode
@@ -61,6 +62,7 @@ class SparseVerifyInput(SpecInput):
     micro_step: MicroStepBatch | None  # None: its lengths live on the device
     draft_token_num: int  # k+1: the widest row, by which SGLang sizes its reads
     capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL
+    written: Any = None  # `compat.written_rows` where SGLang's KV canary watches
 
     def __post_init__(self) -> None:
         super().__init__(SpecInputType.NGRAM_VERIFY)

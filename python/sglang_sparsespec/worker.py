@@ -39,6 +39,8 @@ from sglang_sparsespec.spec_input import SparseDraftInput, SparseVerifyInput
 from sglang_sparsespec.version import __version__
 
 if TYPE_CHECKING:
+    from sgl_kernel_ext.buffers import MicroStepBuffers
+
     from sglang_sparsespec.rounds.device import DeviceRounds, DeviceStep
     from sglang_sparsespec.rounds.graphs import GraphKey
     from sglang_sparsespec.rounds.replayed import ReplayedRounds
@@ -174,6 +176,7 @@ class SparseSpecWorker(BaseSpecWorker):
             layers=self.layers,
             rounds=device_rounds,
         )
+        self._watched = compat.watched_by_canary(runner)
         self.rounds = self._make_rounds(device_rounds, req_to_token)
         self.state_bytes = self.state.nbytes + (device_rounds.nbytes if device_rounds else 0)
         logger.info(
@@ -225,8 +228,18 @@ class SparseSpecWorker(BaseSpecWorker):
         graphs = bool(sizes) and device_rounds.header.is_cuda
         keys, self.graph_batch_sizes = self._plan_keys(sorted(sizes) if graphs else [])
         return ReplayedRounds(
-            self.config, device_rounds, self._forward_device, self._generator, self.timer, keys=keys
+            self.config,
+            device_rounds,
+            self._forward_device,
+            self._generator,
+            self.timer,
+            keys=keys,
+            around=self._canary_step if self._watched else None,
         )
+
+    def _canary_step(self, step: DeviceStep) -> contextlib.AbstractContextManager[None]:
+        buffers = step.buffers
+        return compat.canary_step(self.model_runner, buffers.nd + buffers.nv, buffers.positions)
 
     @property
     def adapts(self) -> bool:
@@ -412,6 +425,16 @@ class SparseSpecWorker(BaseSpecWorker):
             row_pools=micro.row_pools,
             row_prefix=micro.row_prefix,
         )
+        if self._watched:
+            queries = micro.verifies.queries if micro.verifies is not None else micro.row_pools[:0]
+            forward_batch.spec_info.written = compat.written_rows(
+                pools=micro.row_pools,
+                prefix=micro.row_prefix,
+                lengths=torch.cat([torch.ones_like(micro.row_pools[: micro.draft_count]), queries]),
+                input_ids=micro.input_ids,
+                positions=micro.positions,
+                out_cache_loc=micro.out_cache_loc,
+            )
         with self._weights_for(drafts=micro.draft_count, verifies=len(micro.verify_requests)):
             result = self._target_worker.forward_batch_generation(
                 batch=None, forward_batch=forward_batch, is_verify=True
@@ -430,6 +453,8 @@ class SparseSpecWorker(BaseSpecWorker):
             row_pools=rows,
             row_prefix=rows,
         )
+        if self._watched:
+            forward_batch.spec_info.written = _written(buffers)
         backend = self.model_runner.attn_backend
         backend.bind(step)
         try:
@@ -467,3 +492,18 @@ class SparseSpecWorker(BaseSpecWorker):
         )
         self.model_runner.kv_index_translator.bind_own_plan(forward_batch)
         return forward_batch
+
+
+def _written(buffers: MicroStepBuffers) -> Any:
+    """What a micro-step of static slots writes, for SGLang's KV canary, worked out on the device."""
+    drafts = buffers.positions[: buffers.nd].where(buffers.draft_len > 0, 0)
+    return compat.written_rows(
+        # The canary lets rows of pool 0 count for no tokens, but here empty slots have tokens too: they stand
+        # for any other request, and write to the dummy slot.
+        pools=torch.cat([buffers.draft_pool, buffers.verify_pool]).long().clamp(min=1),
+        prefix=torch.cat([drafts, buffers.first.long()]),
+        lengths=torch.cat([torch.ones_like(drafts), torch.full_like(buffers.first, buffers.queries).long()]),
+        input_ids=buffers.input_ids,
+        positions=buffers.positions,
+        out_cache_loc=buffers.out_cache_loc,
+    )

@@ -1,6 +1,7 @@
-"""What only a server on a GPU shows: SGLang's memory saver."""
+"""What only a server on a GPU shows: SGLang's memory saver, and its watch over the KV cache."""
 
 import json
+import random
 
 import pytest
 import requests
@@ -45,3 +46,17 @@ def test_memory_that_is_released_comes_back_with_the_same_output(prompts, tmp_pa
             after = generate(server, prompts, max_new_tokens=60)
             assert [one["output_ids"] for one in after] == [one["output_ids"] for one in before]
         assert all(one["meta_info"]["spec_verify_ct"] < 60 for one in after)
+
+
+@pytest.mark.parametrize("schedule", ["auto", "unified"])
+def test_the_kv_canary_finds_nothing(schedule, prompts, tmp_path):
+    rng = random.Random(3)
+    some = [rng.choice(prompts)[: rng.randrange(20, 200)] for _ in range(60)]
+    config = json.dumps({"stride": 4, "min_tokens": 16, "schedule": schedule})
+    args, env = ("--kv-canary", "raise", "--kv-canary-sweep-interval", "20"), {"SGLANG_TEST_RETRACT": "1"}
+    with make_server(REASONER, tmp_path / "canary.log", config=config, args=args, env=env) as server:
+        for _ in range(2):
+            generate(server, some, max_new_tokens=[rng.randrange(1, 90) for _ in some])
+        wait_until_idle(server)
+        log = server.log_path.read_text(errors="replace").lower()
+        assert "install_canary" in log and "scheduler hit an exception" not in log

@@ -42,6 +42,7 @@ SERVER = {
     "--speculative-draft-model-path": {"speculative_draft_model_path": "some/model"},
     "--kv-cache-dtype": {"kv_cache_dtype": "fp8_e4m3"},
     "--enable-deterministic-inference": {"enable_deterministic_inference": True},
+    "--kv-canary": {"kv_canary": "raise"},
     "--is-embedding": {"is_embedding": True},
     "--sampling-backend ascend": {"sampling_backend": "ascend"},
 }
@@ -72,6 +73,7 @@ def test_a_server_flag_is_refused_by_its_name(name):
         {"kv_cache_dtype": "bfloat16"},
         {"kv_cache_dtype": "bf16"},
         {"kv_cache_dtype": "fp8_e4m3", "device": "cuda"},
+        {"kv_canary": "raise", "device": "cuda"},
     ],
 )
 def test_supported_server_flags_are_not_refused(given):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -77,6 +78,7 @@ class MicroStepGraphs:
 
     Args:
         forward: the model over a micro-step; returns the logits of its tokens, [T, V].
+        around: entered around every micro-step of a round, outside its graph.
     """
 
     def __init__(
@@ -85,9 +87,11 @@ class MicroStepGraphs:
         forward: Callable[[DeviceStep], torch.Tensor],
         *,
         keys: Sequence[GraphKey],
+        around: Callable[[DeviceStep], AbstractContextManager[None]] | None = None,
     ) -> None:
         self.rounds = rounds
         self._forward = forward
+        self._around = around or (lambda step: nullcontext())
         self._keys = list(keys)
         self._graphs: dict[GraphKey, tuple[Any, torch.Tensor]] = {}
         self._fitting: dict[GraphKey, GraphKey | None] = {}
@@ -160,10 +164,13 @@ class MicroStepGraphs:
         if key is None:
             self.eager_micro_steps += 1
             device_step = self._step(wanted)
-            return device_step, self._run(device_step)
+            with self._around(device_step):
+                return device_step, self._run(device_step)
         graph, logits = self._graphs[key]
-        graph.replay()
-        return self._step(key), logits
+        device_step = self._step(key)
+        with self._around(device_step):
+            graph.replay()
+        return device_step, logits
 
     def _step(self, key: GraphKey) -> DeviceStep:
         return self.rounds.step(key.nd, key.nv, scored=key.scored, queries=key.width or None)

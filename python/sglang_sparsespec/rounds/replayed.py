@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -51,9 +52,10 @@ class ReplayedRounds:
         timer: PhaseTimer,
         *,
         keys: Sequence[GraphKey],
+        around: Callable[[DeviceStep], AbstractContextManager[None]] | None = None,
     ) -> None:
         self.config, self.rounds, self.state = config, rounds, rounds.state
-        self.graphs = MicroStepGraphs(rounds, forward, keys=keys)
+        self.graphs = MicroStepGraphs(rounds, forward, keys=keys, around=around)
         self._generator = generator
         self._timer = timer
         self._count = 0
