@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 CONFIG_ENV = "SGLANG_SPARSESPEC_CONFIG"
+CONFIG_SOURCE = f"--sparsespec-config or {CONFIG_ENV}"  # the flag sets the variable
 ALLOW_UNTESTED_ENV = "SGLANG_SPARSESPEC_ALLOW_UNTESTED"
 KNOWN_ENV = (CONFIG_ENV, ALLOW_UNTESTED_ENV)
 ENV_PREFIX = "SGLANG_SPARSESPEC_"
@@ -162,7 +163,7 @@ class SparseSpecConfig:
         return [spec.name for spec in dataclasses.fields(cls)]
 
     @classmethod
-    def from_mapping(cls, raw: Mapping[str, Any], *, source: str = CONFIG_ENV) -> SparseSpecConfig:
+    def from_mapping(cls, raw: Mapping[str, Any], *, source: str = CONFIG_SOURCE) -> SparseSpecConfig:
         """Build from a JSON object. Raises ConfigError on an unknown key or a bad value."""
         known = cls.keys()
         for key in raw:
@@ -218,7 +219,7 @@ def _type_name(kind: type) -> str:
     return {int: "an integer", float: "a number", str: "a string"}[kind]
 
 
-def parse_config_text(text: str, *, source: str = CONFIG_ENV) -> dict[str, Any]:
+def parse_config_text(text: str, *, source: str = CONFIG_SOURCE) -> dict[str, Any]:
     """Parse `text`: a JSON object, or the path of a file that holds one (`@path` works too).
 
     Raises:
@@ -250,7 +251,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     for key, value in pairs:
         if key in seen:
-            raise ConfigError(f"{CONFIG_ENV}: key {key!r} stands twice; keep one.")
+            raise ConfigError(f"{CONFIG_SOURCE}: key {key!r} stands twice; keep one.")
         seen[key] = value
     return seen
 
@@ -287,7 +288,7 @@ def _agree_on_stride(num_steps: int | None, num_draft_tokens: int | None, key: A
     given = {
         "--speculative-num-steps": num_steps,
         "--speculative-num-draft-tokens": None if num_draft_tokens is None else num_draft_tokens - 1,
-        f'"stride" in {CONFIG_ENV}': key,
+        f'"stride" in {CONFIG_SOURCE}': key,
     }
     stated = {name: value for name, value in given.items() if value is not None}
     if len({repr(value) for value in stated.values()}) > 1:
