@@ -109,7 +109,11 @@ def test_importing_it_imports_no_torch():
 )
 def test_an_unknown_key_names_the_nearest(given, near):
     with refused(
-        CONFIG_ENV, f"unknown key '{given}'", "Valid keys: adapt, attention, ", f"did you mean '{near}'"
+        CONFIG_ENV,
+        "--sparsespec-config",
+        f"unknown key '{given}'",
+        "Valid keys: adapt, attention, ",
+        f"did you mean '{near}'",
     ):
         resolve({given: 1})
 
