@@ -384,17 +384,15 @@ def watched_by_canary(runner: Any) -> bool:
     return True
 
 
-@contextlib.contextmanager
-def canary_step(runner: Any, rows: int, positions: Any) -> Iterator[None]:
+def canary_step(runner: Any, rows: int, positions: Any) -> contextlib.AbstractContextManager[None]:
     """Around a micro-step of `rows` slots that does not go through SGLang's runner: what its KV canary does
     outside of graphs."""
     batch = SimpleNamespace(
         batch_size=rows, positions=positions, req_all_ids_flat=None, req_all_ids_lens=None
     )
-    with runner.canary_manager.with_ops_outside_graph(
+    return runner.canary_manager.with_ops_outside_graph(
         single_forward_indices=[0], maybe_inaccurate_forward_batch=batch
-    ):
-        yield
+    )
 
 
 def written_rows(

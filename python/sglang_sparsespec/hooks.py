@@ -140,6 +140,7 @@ def scheduler_hooks(config: SparseSpecConfig, device: str) -> list[Hook]:
     reserve = kv_reserve(config.stride, config.schedule)
     sizing = "sglang.srt.mem_cache.allocation_sizing"
     updater = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+    canary = "sglang.srt.kv_canary.single_forward_manager.manager.SingleForwardManager"
     found = [
         Hook(
             f"{sizing}.get_alloc_reserve_per_decode",
@@ -211,16 +212,15 @@ def scheduler_hooks(config: SparseSpecConfig, device: str) -> list[Hook]:
             _seed_prefills,
             "SGLang draws a request's first token, and without deterministic inference it ignores seeds",
         ),
-    ]
-    canary = "sglang.srt.kv_canary.single_forward_manager.manager.SingleForwardManager"
-    found += [
-        Hook(
-            f"{canary}.{part}_ops_maybe_inside_graph",
-            HookType.AROUND,
-            compat.read_micro_step,
-            "the KV canary takes every row of a verification for k + 1 tokens",
-        )
-        for part in ("pre", "post")
+        *(
+            Hook(
+                f"{canary}.{part}_ops_maybe_inside_graph",
+                HookType.AROUND,
+                compat.read_micro_step,
+                "the KV canary takes every row of a verification for k + 1 tokens",
+            )
+            for part in ("pre", "post")
+        ),
     ]
     if device == "cpu":
         from sglang_sparsespec.platforms.cpu_ops import cpu_op_replacements

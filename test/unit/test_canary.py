@@ -77,12 +77,11 @@ class Canary:
 
     def prefill(self, pool, length):
         at = torch.arange(length)
-        one = torch.tensor([pool]), ints(1), torch.tensor([length])
         self.step(
             compat.written_rows(
-                pools=one[0],
-                prefix=one[1],
-                lengths=one[2],
+                pools=torch.tensor([pool]),
+                prefix=ints(1),
+                lengths=torch.tensor([length]),
                 input_ids=at,
                 positions=at,
                 out_cache_loc=self.table[pool, :length].long(),
@@ -91,11 +90,8 @@ class Canary:
 
 
 class Watched(Toy):
-    canary = None
-
     def forward(self, step):
-        if self.canary is not None:
-            self.canary.step(_written(step.buffers))
+        self.canary.step(_written(step.buffers))
         return super().forward(step)
 
 
