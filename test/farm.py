@@ -6,12 +6,13 @@ import json
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import requests
-from sglang_sparsespec._server import ServerProcess
+from sglang_sparsespec._server import HOST, ServerProcess, free_port
 from sglang_sparsespec.demo import find_device
 
 ASSETS = Path(__file__).resolve().parents[1] / "python/sglang_sparsespec/assets"
@@ -143,6 +144,70 @@ def update_weights(server: ServerProcess, model: Path) -> None:
     update = {"model_path": str(model)}
     reply = requests.post(f"{server.url}/update_weights_from_disk", json=update, timeout=120)
     assert reply.status_code == 200 and reply.json()["success"], reply.text[:300]
+
+
+class Trainer:
+    """Rank 0 of a process group that sends weights to a running server, as a trainer does.
+
+    Args:
+        ranks: tensor-parallel ranks of the server.
+    """
+
+    def __init__(self, server: ServerProcess, *, ranks: int = 1) -> None:
+        self._server, self._name, self._size = server, "trainer", 1 + ranks
+
+    def __enter__(self) -> Trainer:
+        from datetime import timedelta
+
+        from sglang.srt.utils import init_custom_process_group
+
+        port = free_port()
+        group = {"world_size": self._size, "group_name": self._name, "backend": "gloo"}
+        address = {"master_address": HOST, "master_port": port, "rank_offset": 1}
+        with ThreadPoolExecutor(1) as pool:
+            joined = pool.submit(self.post, "init_weights_update_group", **group, **address)
+            self._group = init_custom_process_group(
+                init_method=f"tcp://{HOST}:{port}", rank=0, timeout=timedelta(seconds=60), **group
+            )
+            assert joined.result().status_code == 200, joined.result().text
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        import torch
+
+        self.post("destroy_weights_update_group", group_name=self._name)
+        torch.distributed.destroy_process_group(self._group)
+
+    def post(self, path: str, **body: Any) -> requests.Response:
+        return requests.post(f"{self._server.url}/{path}", json=body, timeout=120)
+
+    def send(self, tensors: Sequence[tuple[str, Any]], **options: Any) -> requests.Response:
+        """The reply to an update by these tensors, which must be in a session."""
+        import torch
+
+        body = {
+            "names": [name for name, _ in tensors],
+            "dtypes": [str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors],
+            "shapes": [list(tensor.shape) for _, tensor in tensors],
+            "group_name": self._name,
+            **options,
+        }
+        with ThreadPoolExecutor(1) as pool:
+            reply = pool.submit(self.post, "update_weights_from_distributed", **body)
+            for _, tensor in tensors:
+                torch.distributed.broadcast(tensor, src=0, group=self._group)
+            return reply.result()
+
+    def update(self, model: Path, *, parts: int = 2, **options: Any) -> None:
+        """Let the server take the weights of `model`, some at a time. Raises where it does not."""
+        from safetensors.torch import load_file
+
+        tensors = [pair for file in sorted(model.glob("*.safetensors")) for pair in load_file(file).items()]
+        replies = [self.post("begin_weight_update")]
+        replies += [self.send(tensors[part::parts], **options) for part in range(parts)]
+        replies += [self.post("end_weight_update")]
+        for reply in replies:
+            assert reply.status_code == 200 and reply.json()["success"], reply.text[:300]
 
 
 def internal_state(server: ServerProcess) -> dict[str, Any]:

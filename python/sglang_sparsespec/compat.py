@@ -45,6 +45,8 @@ SIGNATURES = (
     "managers.scheduler.Scheduler.handle_generate_request",
     "managers.scheduler_components.logprob_result_processor.SchedulerLogprobResultProcessor.add_logprob_return_values",
     "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_disk",
+    "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_ipc",
+    "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.end_weight_update",
     "managers.scheduler.Scheduler.is_fully_idle",
     "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.release_memory_occupation",
     "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.resume_memory_occupation",

@@ -417,4 +417,5 @@ class DraftWeights:
 def _sample(weight: torch.Tensor) -> torch.Tensor:
     """Elements spread over a weight: an update that leaves them all equal is not worth a new copy."""
     flat = weight.reshape(-1)
-    return flat[:: max(1, flat.numel() // SAMPLE)].clone()
+    # An even step may be a multiple of the row, and would see one column only.
+    return flat[:: max(1, flat.numel() // SAMPLE) | 1].clone()

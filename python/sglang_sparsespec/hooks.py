@@ -125,6 +125,15 @@ def _settle_first(process: Any, scheduler: Any, recv_reqs: list[Any]) -> None:
     process(scheduler, ready)
 
 
+def _refresh_draft_weights(result: Any, updater: Any, recv_req: Any) -> Any:
+    updater.draft_worker.refresh_draft_weights()
+    return result
+
+
+def _update_from_disk(update: Any, updater: Any, recv_req: Any) -> Any:
+    return _refresh_draft_weights(compat.update_from_disk(update, updater, recv_req), updater, recv_req)
+
+
 def _seed_prefills(result: Any, *args: Any) -> Any:
     from sglang_sparsespec.sampling.seeds import sample_prefilled
 
@@ -140,6 +149,7 @@ def scheduler_hooks(config: SparseSpecConfig, device: str) -> list[Hook]:
     reserve = kv_reserve(config.stride, config.schedule)
     sizing = "sglang.srt.mem_cache.allocation_sizing"
     updater = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+    stale = "an update need not flush, and drafts would go on with copies of the old weights"
     canary = "sglang.srt.kv_canary.single_forward_manager.manager.SingleForwardManager"
     found = [
         Hook(
@@ -194,8 +204,18 @@ def scheduler_hooks(config: SparseSpecConfig, device: str) -> list[Hook]:
         Hook(
             f"{updater}.update_weights_from_disk",
             HookType.AROUND,
-            compat.update_from_disk,
-            "an unknown load_format would end the scheduler",
+            _update_from_disk,
+            f"an unknown load_format would end the scheduler; {stale}",
+        ),
+        *(
+            Hook(
+                f"{updater}.{change}",
+                HookType.AFTER,
+                _refresh_draft_weights,
+                stale,
+            )
+            # Updates from tensors and from process groups stand before an end.
+            for change in ("update_weights_from_ipc", "end_weight_update")
         ),
         *(
             Hook(

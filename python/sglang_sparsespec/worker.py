@@ -318,7 +318,10 @@ class SparseSpecWorker(BaseSpecWorker):
     def clear_cache_pool(self) -> None:
         self.planner.forget()
         self.rounds.forget()
-        # SGLang flushes after it updates weights.
+        self.refresh_draft_weights()
+
+    def refresh_draft_weights(self) -> None:
+        """Make anew what drafts read of layers whose weights were changed. A round may be running."""
         if self.draft_weights is not None and (changed := self.draft_weights.refresh()):
             logger.info("SPARSESPEC quantised %d layers anew, whose weights were changed", changed)
 

@@ -35,7 +35,15 @@ PLAN = [
     # Every selector and debug mode, k in {1, 3, 8}, both schedules and index scopes, host-planned rounds and
     # those of the CUDA-graph path (torch_paged); every other one under -O.
     _spec("pillar-k8", "reasoner", stride=8, min_tokens=64, args=("--enable-metrics",)),
-    _spec("window-k8", "reasoner", stride=8, min_tokens=64, selector="window", env=OPTIMIZED),
+    _spec(
+        "window-k8",
+        "reasoner",
+        stride=8,
+        min_tokens=64,
+        selector="window",
+        draft_weights="int8",
+        env=OPTIMIZED,
+    ),
     _spec("wrong-k3-unified", "reasoner", stride=3, debug_drafts="wrong", schedule="unified"),
     _spec("full-k8", "reasoner", stride=8, budget_ratio=1.0, env=OPTIMIZED),
     _spec(

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 import requests
 from conftest import PLAN, TOKENS, adjusted, processed, sample_starts, structured
-from farm import generate, generate_with, internal_state, update_weights, wait_until_idle
+from farm import Trainer, generate, generate_with, internal_state, update_weights, wait_until_idle
 from frontends import serves_front_ends
 from scipy import stats
 
@@ -356,6 +356,58 @@ def serves_new_weights(server, prompts, references):
     assert ids_of(generate(server, ids, max_new_tokens=60, ignore_eos=False)) == old
 
 
+def follows_a_trainer(server, prompts, references):
+    """Weights from a process group: what a flush would refresh is fresh without one, requests that were
+    retracted go on by the new weights, bad updates are a 400 and change nothing."""
+    import torch
+
+    ids, old = prompts["reasoner"][:3], [r["ids"][:60] for r in references["reasoner"][:3]]
+
+    def served():
+        replies = generate(server, ids, max_new_tokens=60, ignore_eos=False)
+        return ids_of(replies), [r["meta_info"]["spec_verify_ct"] for r in replies]
+
+    with Trainer(server) as trainer:
+        post(server, "flush_cache")
+        trainer.update(references["models"]["other"], flush_cache=False)
+        found = served()
+        assert found[0] == references["other"]
+        post(server, "flush_cache")
+        assert served() == found, "drafts read copies of the old weights until the flush"
+
+        post(server, "begin_weight_update")
+        norm = [("model.norm.weight", torch.ones(7))]
+        named = {"names": ["model.norm.weight"], "dtypes": ["float32"], "shapes": [[7]]}
+        for reply, wanted in (
+            (trainer.send(norm), "Failed to update parameter online"),
+            (trainer.send([("model.layers.0.self_attn.q_proj.zzz", torch.ones(7))]), "qkv_proj.zzz"),
+            (
+                trainer.post("update_weights_from_distributed", **named, group_name="zzz"),
+                "Failed to receive weights",
+            ),
+        ):
+            assert reply.status_code == 400 and wanted in reply.text, reply.text
+        post(server, "end_weight_update")
+
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(generate, server, ids, max_new_tokens=160)
+            wait_for_tokens(server)
+            post(server, "pause_generation", mode="retract")
+            post(server, "flush_cache")
+            trainer.update(references["models"]["reasoner"], flush_cache=False, weight_version="trained")
+            post(server, "continue_generation")
+            replies = running.result(timeout=300)
+    outputs = ids_of(replies)
+    switches = [reply["meta_info"]["weight_versions"][0]["end"] for reply in replies]
+    again = [prompt + output[:at] for prompt, output, at in zip(ids, outputs, switches, strict=True)]
+    rests = ids_of(generate(server, again, max_new_tokens=40))
+    for output, at, other, rest in zip(outputs, switches, references["other"], rests, strict=True):
+        assert 0 < at < 120, "the update came at another time"
+        assert output[: min(at, 60)] == other[: min(at, 60)]
+        assert output[at : at + 40] == rest
+    assert served()[0] == old
+
+
 def releases_memory(server, prompts, references):
     """Released once nothing runs, and as often as one likes; what comes afterwards is as before."""
     ids, wanted = prompts["reasoner"][:3], [r["ids"][:60] for r in references["reasoner"][:3]]
@@ -453,7 +505,7 @@ EXTRA = {
         serves_front_ends,
         exports_metrics,
     ),
-    "window-k8": (reasons_about_two,),
+    "window-k8": (reasons_about_two, follows_a_trainer),
     "random-k3-storm": (lives_through_a_storm,),
     "pillar-k3-heads": (
         samples_from_the_model,

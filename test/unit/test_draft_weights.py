@@ -10,10 +10,12 @@ from sglang_sparsespec.draft_weights import (
     GROUP,
     INT4_ROWS,
     MARLIN_ROWS,
+    SAMPLE,
     TIERS,
     DraftWeights,
     DraftWeightsError,
     Quantiser,
+    _sample,
     dequantise,
     quantise,
     quantise_fp8,
@@ -192,6 +194,14 @@ def test_changed_weights_are_quantised_anew(model):
     with weights.active(rows=3):
         assert torch.allclose(model[1](x), torch.nn.functional.linear(x, model[1].weight), atol=0.1)
     assert weights.refresh() == 0
+
+
+def test_a_change_of_some_columns_is_seen():
+    weight = torch.zeros(16 * 1024, 512)
+    before = _sample(weight)
+    assert len(before) < 2 * SAMPLE
+    weight[:, 1::2] = 1
+    assert not torch.equal(_sample(weight), before)
 
 
 def test_a_model_without_a_layer_to_quantise_is_refused(monkeypatch):

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 from sglang.srt.managers import io_struct
 from sglang_sparsespec import compat, plugin
-from sglang_sparsespec.hooks import _settle_first
+from sglang_sparsespec.config import SparseSpecConfig
+from sglang_sparsespec.hooks import HookType, _settle_first, scheduler_hooks
 
 
 def batch(*finished):
@@ -162,3 +163,22 @@ def test_a_process_that_outlived_its_server_ends(monkeypatch):
     monkeypatch.setattr("multiprocessing.parent_process", lambda: gone)
     with pytest.raises(SystemExit, match="server ended"):
         plugin.register()
+
+
+@pytest.mark.parametrize(
+    "change", ["update_weights_from_disk", "update_weights_from_ipc", "end_weight_update"]
+)
+def test_copies_for_drafts_follow_an_update_that_does_not_flush(change):
+    seen = []
+    updater = SimpleNamespace(
+        draft_worker=SimpleNamespace(refresh_draft_weights=lambda: seen.append("refreshed"))
+    )
+    (hook,) = (hook for hook in scheduler_hooks(SparseSpecConfig(), "cpu") if hook.target.endswith(change))
+
+    def update(updater, message):
+        seen.append("updated")
+        return "reply"
+
+    first = update if hook.kind == HookType.AROUND else update(updater, UPDATE)
+    assert hook.function(first, updater, UPDATE) == "reply"
+    assert seen == ["updated", "refreshed"]
