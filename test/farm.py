@@ -122,7 +122,8 @@ def make_server(
 def generate(server: ServerProcess, prompts: Sequence[Sequence[int]], **params: Any) -> list[dict[str, Any]]:
     """Answer all `prompts` (token ids) at once, greedily unless told otherwise. Raises on any error
     status."""
-    extra = {key: params.pop(key) for key in ("return_logprob", "logprob_start_len") if key in params}
+    beside = ("return_logprob", "logprob_start_len", "top_logprobs_num")
+    extra = {key: params.pop(key) for key in beside if key in params}
     sampling = {"temperature": 0, "ignore_eos": True, **params}
     if isinstance(params.get("max_new_tokens"), list):
         sampling = [{**sampling, "max_new_tokens": n} for n in params["max_new_tokens"]]
@@ -130,6 +131,20 @@ def generate(server: ServerProcess, prompts: Sequence[Sequence[int]], **params: 
     reply = requests.post(f"{server.url}/generate", json=payload, timeout=400)
     assert reply.status_code == 200, reply.text[:500]
     return reply.json()
+
+
+def parted(server: ServerProcess, prompt: Sequence[int], ours: Sequence[int], theirs: Sequence[int]) -> float:
+    """How far apart the two likeliest log-probabilities are where two outputs part, by `server`; 0 where they
+    are equal. Where they part at another token than these two, it is infinite."""
+    if list(ours) == list(theirs):
+        return 0.0
+    at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), None)
+    if at is None:
+        return float("inf")  # one ends earlier
+    start = [*prompt, *theirs[:at]]
+    reply = generate(server, [start], max_new_tokens=1, return_logprob=True, top_logprobs_num=2)[0]
+    best, second = reply["meta_info"]["output_top_logprobs"][0]
+    return best[0] - second[0] if {best[1], second[1]} == {ours[at], theirs[at]} else float("inf")
 
 
 def generate_with(server: ServerProcess, body: dict[str, Any]) -> dict[str, Any]:

@@ -52,6 +52,7 @@ SIGNATURES = (
     "managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.resume_memory_occupation",
     "kv_canary.runner.canary_manager.CanaryManager.with_active_single_forward_manager",
     "kv_canary.runner.canary_manager.CanaryManager.with_ops_outside_graph",
+    "kv_canary.runner.canary_manager.CanaryManager.mark_init_finished",
     "kv_canary.single_forward_manager.manager.SingleForwardManager.pre_ops_maybe_inside_graph",
     "kv_canary.single_forward_manager.manager.SingleForwardManager.post_ops_maybe_inside_graph",
     "mem_cache.allocation_sizing.get_alloc_reserve_per_decode",
@@ -130,6 +131,9 @@ BEHAVIOUR = (
     "model_executor.model_runner.ModelRunner._forward_raw",
     "model_executor.model_runner_components.cuda_graph_setup.capture_decode_graph",
     "model_executor.runner_utils.capture_mode.model_capture_mode",
+    "model_executor.model_runner_components.cuda_graph_setup.finalize_cuda_graph_capture",
+    "kv_canary.runner.canary_manager.CanaryManager.mark_init_finished",
+    "utils.phase_checker.SimplePhaseChecker.enable_assert",
 )
 
 
@@ -384,6 +388,23 @@ def watched_by_canary(runner: Any) -> bool:
         manager._write_entry_capacity += manager._write_req_capacity
         manager._write_req_capacity *= 2
     return True
+
+
+@contextlib.contextmanager
+def canary_at_rest(runner: Any) -> Iterator[None]:
+    """SGLang's KV canary as it is while SGLang itself warms up and captures, where it checks no order of
+    steps; by the time that micro-steps are captured, it has begun to."""
+    canary = runner.canary_manager
+    if canary is None:
+        yield
+        return
+    for manager in canary._single_forward_managers:
+        manager.phase_checker._enable_assert_device.zero_()
+    canary._device_state.enable_chain_position_assert.zero_()
+    try:
+        yield
+    finally:
+        canary.mark_init_finished()
 
 
 def canary_step(runner: Any, rows: int, positions: Any) -> contextlib.AbstractContextManager[None]:

@@ -259,6 +259,10 @@ class SparseSpecWorker(BaseSpecWorker):
 
     def init_cuda_graphs(self) -> None:
         """Capture the micro-steps; the target itself has captured none. Time them where rounds adapt."""
+        with compat.canary_at_rest(self.model_runner):
+            self._capture_and_time()
+
+    def _capture_and_time(self) -> None:
         self.rounds.capture()
         if self.adapts and not isinstance(self.rounds, EagerRounds):
             slots = self.rounds.rounds.slots

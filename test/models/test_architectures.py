@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from farm import generate, make_model, make_server
+from farm import generate, make_model, make_server, parted
 
 pytestmark = [pytest.mark.server, pytest.mark.timeout(900)]
 
@@ -77,6 +77,10 @@ ON_GPUS = {
 }  # fmt: skip
 
 
+# In 16 bits two correct servers part where two tokens' log-probabilities are nearer than this.
+NEAR_TIE = 0.05
+
+
 @pytest.fixture(scope="module")
 def prompts():
     rng = random.Random(5)
@@ -94,10 +98,10 @@ def test_ids_equal_those_of_plain_decoding(name, prompts, tmp_path):
 @pytest.mark.parametrize("name", list(ON_GPUS))
 def test_ids_equal_those_of_plain_decoding_on_a_gpu(name, prompts, tmp_path):
     kind, changes, args = ON_GPUS[name]
-    compare(name, kind, changes, prompts, tmp_path, args=args)
+    compare(name, kind, changes, prompts, tmp_path, args=args, near_tie=NEAR_TIE)
 
 
-def compare(name, kind, changes, prompts, tmp_path, *, args=()):
+def compare(name, kind, changes, prompts, tmp_path, *, args=(), near_tie=0.0):
     model = make_model(tmp_path / "model", kind, {**SHAPE, **changes}, seed=7)
     config = {"stride": 3, "min_tokens": 16, "schedule": "unified" if len(name) % 2 else "lockstep"}
     plain = make_server(model, tmp_path / "plain.log", config=None, args=args)
@@ -107,6 +111,10 @@ def compare(name, kind, changes, prompts, tmp_path, *, args=()):
             assert server.pid
         alone = [generate(plain, [prompt], max_new_tokens=40)[0]["output_ids"] for prompt in prompts]
         together = generate(ours, prompts, max_new_tokens=40)
-    assert [reply["output_ids"] for reply in together] == alone
+        gaps = [
+            parted(plain, prompt, reply["output_ids"], ids)
+            for prompt, reply, ids in zip(prompts, together, alone, strict=True)
+        ]
+    assert max(gaps) <= near_tie, gaps
     assert all(reply["meta_info"]["spec_verify_ct"] < 40 for reply in together), "some drafts were right"
     assert len({tuple(ids) for ids in alone}) > 1, "a model that always says the same shows nothing"

@@ -49,6 +49,7 @@ def register():
 HOST = {"stride": 3, "min_tokens": 16, "attention": "torch"}
 DEVICE = {**HOST, "attention": DEVICE_PLANNED}
 EAGER = {**HOST, "attention": "torch_paged"}
+NO_GRAPHS = ("--cuda-graph-backend-decode", "disabled")
 TAIL, WORKER = "sglang_sparsespec.rounds.eager", "sglang_sparsespec.worker"
 MICRO_STEP = "sglang_sparsespec.rounds.graphs MicroStepGraphs.run"
 FATAL = {
@@ -90,7 +91,8 @@ def faulty_server(tmp_path, config, fault):
     )
     paths = [str(plugin), *filter(None, os.environ.get("PYTHONPATH", "").split(":"))]
     env = {"FAULT": fault, "PYTHONPATH": ":".join(paths)}
-    return make_server(REASONER, tmp_path / "faulty.log", config=json.dumps(config), env=env)
+    args = NO_GRAPHS if config is EAGER else ()  # replays do not call what is to break
+    return make_server(REASONER, tmp_path / "faulty.log", config=json.dumps(config), args=args, env=env)
 
 
 def asked(server, prompts):

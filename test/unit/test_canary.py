@@ -4,7 +4,9 @@ The canary keeps each KV slot's token, position and a hash of all tokens before 
 forward is about to read with what forwards have written.
 """
 
+import contextlib
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -133,3 +135,33 @@ def test_the_canary_finds_a_slot_that_another_request_has_overwritten(toy):
     assert toy.canary.found.item() == 0
     toy.run([1, 2])
     assert toy.canary.found.item() > 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_canary_checks_no_order_of_steps_during_capture_and_does_so_after_it(fails):
+    asserts, positions = torch.ones(1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+
+    def begin():
+        asserts.fill_(1)
+        positions.fill_(1)
+
+    canary = SimpleNamespace(
+        _single_forward_managers=[
+            SimpleNamespace(phase_checker=SimpleNamespace(_enable_assert_device=asserts))
+        ],
+        _device_state=SimpleNamespace(enable_chain_position_assert=positions),
+        mark_init_finished=begin,
+    )
+    with (
+        pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext(),
+        compat.canary_at_rest(SimpleNamespace(canary_manager=canary)),
+    ):
+        assert asserts.item() == positions.item() == 0
+        if fails:
+            raise ZeroDivisionError
+    assert asserts.item() == positions.item() == 1
+
+
+def test_a_server_without_the_canary_captures_as_it_is():
+    with compat.canary_at_rest(SimpleNamespace(canary_manager=None)):
+        pass
