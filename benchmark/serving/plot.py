@@ -1,9 +1,10 @@
 """Tables and a plot of sweep results: speed-up against concurrency, one curve a context.
 
     python benchmark/serving/plot.py sweep.json [more.json] --png sweep.png --markdown sweep.md
+    python benchmark/serving/plot.py ablation.json --steps-png ablation.png
 
 Speed-up is against plain decoding of the same cell in the same run; where a run lacks it, of another given
-run with the same model, machine and settings. Needs matplotlib for --png.
+run with the same model, machine and settings. The plots need matplotlib.
 """
 
 from __future__ import annotations
@@ -60,12 +61,17 @@ DIGITS = {
 }
 MARKS = {
     "sparsespec": "o-",
+    "fixed": "o--",
     "ngram": "s--",
     "naive": "v:",
     "unified": "^-.",
     "delayed": "D--",
     "adaptive": "*-",
 }
+
+
+class PlotError(RuntimeError):
+    """A plot that cannot be drawn here. The text says what is missing."""
 
 
 def rows_of(runs: Sequence[dict[str, Any]], kind: str = "cells") -> list[dict[str, Any]]:
@@ -120,39 +126,57 @@ def _cells(row: dict[str, Any], columns: dict[str, str]) -> list[str]:
 
 def text_table(runs: Sequence[dict[str, Any]], *, markdown: bool = False) -> str:
     """All cells, runs of prompts files and loads that swung, as text with aligned columns or as markdown."""
-    parts = []
     kinds = (
         (rows_of(runs), COLUMNS),
         (rows_of(runs, "prompt_runs"), RUN_COLUMNS),
         (swings_of(runs), SWING_COLUMNS),
     )
-    for rows, columns in kinds:
-        if not rows:
-            continue
-        body = [_cells(row, columns) for row in rows]
-        widths = [max(map(len, column)) for column in zip(columns.values(), *body, strict=True)]
-        lines = [
-            [text.rjust(width) for text, width in zip(line, widths, strict=True)]
-            for line in [list(columns.values()), *body]
-        ]
-        if markdown:
-            rule = "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|"
-            table = ["| " + " | ".join(line) + " |" for line in lines]
-            parts.append("\n".join([table[0], rule, *table[1:]]))
-        else:
-            parts.append("\n".join("  ".join(line) for line in lines))
+    parts = [table_of(rows, columns, markdown=markdown) for rows, columns in kinds if rows]
     return "\n\n".join(parts)
 
 
-def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
-    """Write the PNG plot. Raises SystemExit where matplotlib is not installed."""
+def table_of(rows: Sequence[dict[str, Any]], columns: dict[str, str], *, markdown: bool = False) -> str:
+    """The `columns` (key in a row to header) of the rows, as text with aligned columns or as markdown."""
+    return aligned([list(columns.values()), *(_cells(row, columns) for row in rows)], markdown=markdown)
+
+
+def aligned(lines: Sequence[Sequence[str]], *, markdown: bool = False) -> str:
+    """A header and the lines below it, each column as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    padded = [[text.rjust(width) for text, width in zip(line, widths, strict=True)] for line in lines]
+    if not markdown:
+        return "\n".join("  ".join(line) for line in padded)
+    rule = "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|"
+    table = ["| " + " | ".join(line) + " |" for line in padded]
+    return "\n".join([table[0], rule, *table[1:]])
+
+
+def _pyplot() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise SystemExit("--png needs matplotlib: pip install matplotlib") from None
+        raise PlotError("plots need matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def _finish(figure: Any, axes: Any, runs: Sequence[dict[str, Any]], path: Path) -> None:
+    gpus = {", ".join(run["machine"]["gpus"]) or run["machine"]["cpu"] for run in runs}
+    axes.set_title(
+        f"{', '.join(sorted({run['model'] for run in runs}))} on {'; '.join(sorted(gpus))}", fontsize=9
+    )
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("decode throughput / plain decoding")
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=150)
+    _pyplot().close(figure)
+
+
+def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
+    """Write the PNG plot. Raises PlotError where matplotlib is not installed."""
+    pyplot = _pyplot()
     rows = [row for row in rows_of(runs) if row["speedup"] is not None]
     contexts = sorted({row["context"] for row in rows})
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
@@ -169,15 +193,30 @@ def draw(runs: Sequence[dict[str, Any]], path: Path) -> None:
     axes.set_xscale("log", base=2)
     ticks = sorted({row["concurrency"] for row in rows})
     axes.set_xticks(ticks, [str(n) for n in ticks])
-    axes.set_ylim(bottom=0)
-    axes.set(xlabel="requests decoding together", ylabel="decode throughput / plain decoding")
-    gpus = {", ".join(run["machine"]["gpus"]) or run["machine"]["cpu"] for run in runs}
-    axes.set_title(
-        f"{', '.join(sorted({run['model'] for run in runs}))} on {'; '.join(sorted(gpus))}", fontsize=9
-    )
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    axes.set_xlabel("requests decoding together")
+    _finish(figure, axes, runs, path)
+
+
+def draw_steps(runs: Sequence[dict[str, Any]], path: Path) -> None:
+    """Write a PNG plot of an ablation: a group of bars for each cell, in it a bar for each server.
+
+    Raises PlotError where matplotlib is not installed.
+    """
+    pyplot = _pyplot()
+    bars = {(row["context"], row["concurrency"], row["algorithm"]): row["speedup"]
+            for row in rows_of(runs) if row["speedup"] is not None}  # fmt: skip
+    cells = sorted({(context, requests) for context, requests, _ in bars})
+    names = [name for name in MARKS if any(name == algorithm for *_, algorithm in bars)]
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    width = 0.8 / max(1, len(names))
+    for at, name in enumerate(names):
+        x = [group + (at - (len(names) - 1) / 2) * width for group in range(len(cells))]
+        drawn = axes.bar(x, [bars.get((*cell, name), 0.0) for cell in cells], width, label=name)
+        axes.bar_label(drawn, fmt="{:.2f}", fontsize=7)
+    axes.axhline(1, color="black", linewidth=1, label="plain decoding")
+    axes.set_xticks(range(len(cells)), [f"{requests} x {context:,}" for context, requests in cells])
+    axes.set_xlabel("requests x context")
+    _finish(figure, axes, runs, path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -186,18 +225,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("files", type=Path, nargs="+", help="result files of sweep.py")
     parser.add_argument("--png", type=Path, help="write the plot to this file")
+    parser.add_argument("--steps-png", type=Path, help="write a plot with a bar for each server to this file")
     parser.add_argument("--markdown", type=Path, help="write the tables to this file")
     args = parser.parse_args(argv)
     try:
         runs = [run for path in args.files for run in results.read(path)["runs"]]
-    except results.ResultsError as error:
+        print(text_table(runs))
+        if args.markdown:
+            args.markdown.write_text(text_table(runs, markdown=True) + "\n", encoding="utf-8")
+        if args.png:
+            draw(runs, args.png)
+        if args.steps_png:
+            draw_steps(runs, args.steps_png)
+    except (results.ResultsError, PlotError) as error:
         print(error, file=sys.stderr)
         return 2
-    print(text_table(runs))
-    if args.markdown:
-        args.markdown.write_text(text_table(runs, markdown=True) + "\n", encoding="utf-8")
-    if args.png:
-        draw(runs, args.png)
     return 0
 
 

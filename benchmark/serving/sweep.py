@@ -46,7 +46,7 @@ from sglang_sparsespec._client import PromptsError
 from sglang_sparsespec._server import ServerError, ServerProcess
 from sglang_sparsespec.config import ConfigError
 from sglang_sparsespec.demo import find_device
-from sweep_options import UsageError, parse_args, server_env, server_flags
+from sweep_options import UsageError, grid_of, parse_args, server_env, server_flags
 from swing import Swing, figures
 
 WARM_UP_TOKENS = 256
@@ -61,7 +61,7 @@ class Sweep:
         options = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items() if k != "problems"}
         run = {**results.header(), "device": self.device, "options": options}
         self.file = results.ResultFile(args.out, {**run, "model": Path(args.model_path).name})
-        self.grid = [(context, n) for context in args.context for n in args.concurrency]
+        self.grid = grid_of(args)
         self.warm_up: list[list[int]] = []
         self.prompts: dict[int, list[traces.Trace]] = {}
         self.plain_ids: dict[tuple[int, int], list[list[int]]] = {}
@@ -86,10 +86,12 @@ class Sweep:
         encode = traces.load_encoder(args.model_path)
         warm_up = traces.make_traces(4, WARM_UP_TOKENS, WARM_UP_TOKENS, seed=args.seed + 1, encode=encode)
         self.warm_up = [trace.ids for trace in warm_up]
-        if not args.context and not args.swing:
+        if not self.grid and not args.swing:
             return
         store = traces.TraceStore(args.traces, encode, seed=args.seed)
-        most = {context: max(args.concurrency) for context in args.context}
+        most: dict[int, int] = {}
+        for context, requests in self.grid:
+            most[context] = max(most.get(context, 0), requests)
         if args.swing:
             most[args.swing_context] = max(most.get(args.swing_context, 0), args.swing[1])
         facts = {}

@@ -64,6 +64,14 @@ def parse_args(argv: Sequence[str] | None = None, description: str | None = None
     add("--concurrency", type=_positive, nargs="+", default=[1, 16, 48], help="N, requests of a cell")
     add("--max-new-tokens", type=_positive, default=256, help="M, tokens measured at most (default 256)")
     add(
+        "--cells",
+        type=_cell,
+        nargs="*",
+        default=[],
+        metavar="NxL",
+        help="cells besides --context times --concurrency, such as 8x4096 for 8 requests of 4096 tokens",
+    )
+    add(
         "--lead",
         type=_natural,
         default=0,
@@ -100,17 +108,27 @@ def check_args(args: argparse.Namespace) -> argparse.Namespace:
         if flag.split("=")[0] in RESERVED:
             raise UsageError(f"{flag.split('=')[0]} is set by the sweep itself; leave it out of the flags.")
     args.context, args.concurrency = sorted(set(args.context)), sorted(set(args.concurrency))
-    if args.context and min(args.context) <= traces.CHAIN_TOKENS + args.lead:
-        raise UsageError(f"--context: needs more than {traces.CHAIN_TOKENS} tokens and --lead.")
+    grid = grid_of(args)
+    if grid and grid[0][0] <= traces.CHAIN_TOKENS + args.lead:
+        raise UsageError(f"--context, --cells: {grid[0][0]} tokens given; a prompt needs more than "
+                         f"{traces.CHAIN_TOKENS} and --lead.")  # fmt: skip
     if args.swing:
         _check_swing(args)
-    if not args.context and args.prompts is None and not args.swing:
-        raise UsageError("nothing to measure: give --context, --prompts, --swing, or several of them.")
+    if not grid and args.prompts is None and not args.swing:
+        raise UsageError(
+            "nothing to measure: give --context, --cells, --prompts, --swing, or several of them."
+        )
     args.problems = load_problems(args.prompts) if args.prompts else []
     for algorithm in args.algorithms:
         text = sparsespec_config(algorithm, args)
         resolve_config(environ={**os.environ, CONFIG_ENV: text} if text else None)
     return args
+
+
+def grid_of(args: argparse.Namespace) -> list[tuple[int, int]]:
+    """Context and requests of every cell, in the order in which they are measured."""
+    product = {(context, requests) for context in args.context for requests in args.concurrency}
+    return sorted(product.union(args.cells))
 
 
 def _check_swing(args: argparse.Namespace) -> None:
@@ -141,12 +159,19 @@ def _natural(text: str) -> int:
     return 0 if text == "0" else _positive(text)
 
 
+def _cell(text: str) -> tuple[int, int]:
+    requests, _, context = text.partition("x")
+    if not (requests.isdecimal() and context.isdecimal() and int(requests) and int(context)):
+        raise argparse.ArgumentTypeError(f"needs requests x tokens of context, such as 8x4096, got {text!r}")
+    return int(context), int(requests)
+
+
 def server_flags(algorithm: str, args: argparse.Namespace, device: str) -> list[str]:
     """The flags of one server. Servers differ in nothing but the speculation."""
     flags = list(args.server_flags)
     given = {flag.split("=")[0] for flag in flags}
     runs = [args.concurrency_run] if args.prompts else []
-    most = max([*(args.concurrency if args.context else []), *runs, *(args.swing or [])])
+    most = max([*(requests for _, requests in grid_of(args)), *runs, *(args.swing or [])])
     # NGRAM would set 48 by itself, and then another graph would serve the same batch.
     defaults = {"--max-running-requests": str(most), "--random-seed": str(args.seed)}
     if device == "cpu":

@@ -135,7 +135,9 @@ class TraceStore:
         made = {"context": context, "new_tokens": new_tokens, "seed": self._seed}
         self._data["sets"].append({**made, "traces": [asdict(trace) for trace in traces]})
         if self._path is not None:
-            self._path.write_text(json.dumps(self._data) + "\n", encoding="utf-8")
+            draft = self._path.with_name(self._path.name + ".tmp")
+            draft.write_text(json.dumps(self._data) + "\n", encoding="utf-8")
+            draft.replace(self._path)  # half a file would be refused ever after
         return traces
 
     def _read(self, path: Path) -> dict[str, Any]:

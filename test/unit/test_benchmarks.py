@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import sys
 import threading
 from pathlib import Path
 from types import ModuleType
@@ -364,6 +365,7 @@ def test_a_configuration_that_an_ablation_cannot_have_is_refused_before_a_server
         (["--server-flags", "--port 3"], "--port"),
         (["--context", "60"], "--context"),
         (["--context"], "nothing to measure"),
+        (["--context", "--cells", "4x64"], "--cells: 64 tokens"),
         (["--swing", "9", "9"], "fewer and more"),
         (["--swing", "2", "9", "--swing-seconds", "3"], "two periods"),
         (["--swing", "2", "9", "--swing-period", "0"], "above 0"),
@@ -373,6 +375,26 @@ def test_a_configuration_that_an_ablation_cannot_have_is_refused_before_a_server
 def test_options_that_cannot_be_used_are_named(load: Any, options: list[str], named: str) -> None:
     with pytest.raises(load("sweep_options").UsageError, match=named):
         arguments(load, *options)
+
+
+def test_single_cells_stand_beside_the_grid(load: Any) -> None:
+    options = load("sweep_options")
+    args = arguments(
+        load, "--context", "200", "--concurrency", "1", "8", "--cells", "4x100", "70x200", "1x200"
+    )
+    assert options.grid_of(args) == [(100, 4), (200, 1), (200, 8), (200, 70)]
+    flags = options.server_flags("plain", args, "cuda")
+    assert flags[flags.index("--max-running-requests") + 1] == "70"
+    only = arguments(load, "--context", "--concurrency", "99", "--cells", "4x100")
+    assert options.grid_of(only) == [(100, 4)]
+    assert "99" not in options.server_flags("plain", only, "cuda")
+
+
+@pytest.mark.parametrize("given", ["8", "8x", "x8", "0x100", "8x0", "8x-1", "8 x 100", "eightx100"])
+def test_a_cell_that_is_none_is_refused(load: Any, given: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        arguments(load, "--cells", given)
+    assert f"such as 8x4096, got {given!r}" in capsys.readouterr().err
 
 
 # -- a load that swings
@@ -483,6 +505,26 @@ def test_the_plot_is_written(load: Any, tmp_path: Path) -> None:
     )
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
     assert "speed-up" in (tmp_path / "p.md").read_text()
+
+
+def test_the_plot_of_steps_has_a_bar_for_each_cell_and_server(load: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    cells = [entry(name, n, speed * n) for n in (8, 64) for name, speed in (("plain", 10), ("naive", 9))]
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps({"format": 1, "runs": [run_of(*cells, entry("delayed", 64, 700.0))]}))
+    assert load("plot").main([str(path), "--steps-png", str(tmp_path / "p.png")]) == 0
+    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plots_say_what_they_need(
+    load: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps({"format": 1, "runs": [run_of(entry("plain", 1, 10.0))]}))
+    assert load("plot").main([str(path), "--png", str(tmp_path / "p.png")]) == 2
+    said = capsys.readouterr()
+    assert "10.0" in said.out and "pip install matplotlib" in said.err
 
 
 def test_answers_are_judged_by_the_reasoner_s_checker(load: Any) -> None:
