@@ -130,7 +130,7 @@ test-kernels: venv
 	@'$(PY)' -m pytest -c sgl-kernel-ext/pyproject.toml sgl-kernel-ext/tests sgl-kernel-ext/csrc/test $(PYTEST_FLAGS)
 
 # Without the longest files: what they test is not checks that could have been asserts.
-SLOW := reasoner benchmarks device_rounds triton_paged
+SLOW := reasoner benchmarks figures device_rounds triton_paged
 test-optimized: venv
 	@PYTHONOPTIMIZE=1 '$(PY)' -m pytest test/unit $(SLOW:%=--ignore=test/unit/test_%.py) $(PYTEST_FLAGS)
 
