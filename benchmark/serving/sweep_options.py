@@ -103,7 +103,8 @@ def check_args(args: argparse.Namespace) -> argparse.Namespace:
     args.algorithms = [name for name in args.algorithms.split(",") if name]
     if unknown := [name for name in args.algorithms if name not in ALGORITHMS]:
         raise UsageError(f"--algorithms: unknown {', '.join(unknown)}; there are {', '.join(ALGORITHMS)}.")
-    args.server_flags, args.ngram_flags = shlex.split(args.server_flags), shlex.split(args.ngram_flags)
+    args.server_flags = _words("--server-flags", args.server_flags)
+    args.ngram_flags = _words("--ngram-flags", args.ngram_flags)
     for flag in [*args.server_flags, *args.ngram_flags]:
         if flag.split("=")[0] in RESERVED:
             raise UsageError(f"{flag.split('=')[0]} is set by the sweep itself; leave it out of the flags.")
@@ -123,6 +124,15 @@ def check_args(args: argparse.Namespace) -> argparse.Namespace:
         text = sparsespec_config(algorithm, args)
         resolve_config(environ={**os.environ, CONFIG_ENV: text} if text else None)
     return args
+
+
+def _words(option: str, text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UsageError(
+            f"{option}: {text!r} is no list of words ({error}); quote it as for a shell."
+        ) from None
 
 
 def grid_of(args: argparse.Namespace) -> list[tuple[int, int]]:

@@ -363,6 +363,7 @@ def test_a_configuration_that_an_ablation_cannot_have_is_refused_before_a_server
     [
         (["--algorithms", "plain,eagle"], "eagle"),
         (["--server-flags", "--port 3"], "--port"),
+        (["--server-flags", "--x 'y"], r"--server-flags: .*No closing quotation"),
         (["--context", "60"], "--context"),
         (["--context"], "nothing to measure"),
         (["--context", "--cells", "4x64"], "--cells: 64 tokens"),
