@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.arg_groups.overrides import resolving_view
@@ -10,13 +11,15 @@ from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from sglang_sparsespec import compat, hooks
 from sglang_sparsespec.config import ConfigError, resolve_config
-from sglang_sparsespec.refusals import WAYS_OUT, model_refusal, server_refusals
+from sglang_sparsespec.memory.offload import Offload
+from sglang_sparsespec.refusals import WAYS_OUT, model_refusal, offload_refusals, server_refusals
 
 if TYPE_CHECKING:
     from sglang_sparsespec.worker import SparseSpecWorker
 
 NAME = "SPARSESPEC"
 DEFAULT_MAX_RUNNING_REQUESTS = 256
+LEAST_HOST_GIB = 8  # less would not hold a few long requests of a model of 8B
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +64,39 @@ class SparseSpecAlgorithm(CustomSpecAlgo):
     def create_worker(self, server_args: Any) -> Any:
         """In the scheduler process, before the pools exist: the last moment for hooks that size them."""
         resolved = resolving_view(server_args)
-        hooks.install(hooks.scheduler_hooks(_config_of(resolved), resolved.device))
+        config = _config_of(resolved)
+        wanted = hooks.scheduler_hooks(config, resolved.device)
+        if config.offload != "off" and resolved.enable_hierarchical_cache:
+            wanted += hooks.offload_hooks(Offload(config))
+        hooks.install(wanted)
         return super().create_worker(server_args)
+
+
+def want_host_tier(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Turn SGLang's host tier on where the configuration asks for it, just before SGLang resolves its flags.
+
+    Raises:
+        ConfigError: `offload` is "on", and the host has too little memory.
+    """
+    resolved = resolving_view(server_args)
+    if (resolved.speculative_algorithm or "").upper() == NAME and not resolved.enable_hierarchical_cache:
+        offload = _config_of(resolved).offload
+        sized = resolved.hicache_size > 0 or resolved.hicache_host_memory_fraction is None
+        free = compat.host_memory_gib() if offload != "off" and not sized else LEAST_HOST_GIB
+        if offload != "off" and free >= LEAST_HOST_GIB:
+            compat.ask_for_host_tier(server_args)
+        elif offload != "off":
+            few = (
+                f"{max(free, 0):.1f} GiB of host memory are free for KV (SGLang leaves 10 GiB), and "
+                f"{LEAST_HOST_GIB} are needed"
+            )
+            if offload == "on":
+                raise ConfigError(
+                    f"SPARSESPEC: offload is 'on', but {few}. Free host memory, give the size yourself "
+                    "(--hicache-size, in GB), or use offload 'off'."
+                )
+            logger.warning("SPARSESPEC keeps no KV in host memory: %s.", few)
+    previous(server_args)
 
 
 def validate_server_args(server_args: Any) -> None:
@@ -76,6 +110,8 @@ def validate_server_args(server_args: Any) -> None:
     config = _config_of(server_args)
     compat.check_version()
     refused = server_refusals(server_args)
+    if config.offload != "off":
+        refused += offload_refusals(server_args)
     if not refused:
         model = model_refusal(compat.model_config_of(server_args))
         refused = [model] if model else []

@@ -55,6 +55,26 @@ SIGNATURES = (
     "kv_canary.runner.canary_manager.CanaryManager.mark_init_finished",
     "kv_canary.single_forward_manager.manager.SingleForwardManager.pre_ops_maybe_inside_graph",
     "kv_canary.single_forward_manager.manager.SingleForwardManager.post_ops_maybe_inside_graph",
+    "managers.scheduler.Scheduler.update_running_batch",
+    "managers.scheduler.Scheduler.process_batch_result",
+    "managers.scheduler.Scheduler._add_request_to_queue",
+    "managers.scheduler.Scheduler._release_aborted_request",
+    "managers.schedule_batch.ScheduleBatch.check_decode_mem",
+    "managers.schedule_batch.ScheduleBatch.new_tokens_required_next_decode",
+    "managers.schedule_batch.ScheduleBatch.release_req",
+    "managers.schedule_batch.ScheduleBatch._get_decode_retraction_order",
+    "managers.schedule_batch.Req.refresh_fill_ids",
+    "managers.schedule_batch.Req.materialized_host_hit_len",
+    "managers.schedule_policy.PrefillAdder.add_one_req",
+    "managers.schedule_policy.PrefillAdder._get_running_request_total_token_offset",
+    "mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint",
+    "mem_cache.unified_radix_cache.UnifiedRadixCache.writing_check",
+    "mem_cache.unified_radix_cache.UnifiedRadixCache._log_write_ack_metrics",
+    "mem_cache.pool_host.common._cuda_host_register",
+    "mem_cache.pool_host.mha.MHATokenToKVPoolHost.backup_from_device_all_layer",
+    "mem_cache.pool_host.mha.MHATokenToKVPoolHost.load_to_device_per_layer",
+    "arg_groups.hicache_hook.handle_hicache",
+    "arg_groups.resolution_hooks.register_resolution_hook",
     "mem_cache.allocation_sizing.get_alloc_reserve_per_decode",
     "mem_cache.allocation_sizing.get_req_to_token_extra_context_len",
     "mem_cache.kv_index_translator.KVIndexTranslator.bind_own_plan",
@@ -122,6 +142,14 @@ BEHAVIOUR = (
     "managers.scheduler.Scheduler.run_batch",
     "managers.scheduler.Scheduler.maybe_init_draft_worker",
     "managers.scheduler.Scheduler.init_overlap",
+    "managers.scheduler.Scheduler.event_loop_overlap",
+    "managers.scheduler.Scheduler.update_running_batch",
+    "managers.schedule_batch.ScheduleBatch.retract_decode",
+    "managers.schedule_batch.release_req",
+    "managers.schedule_policy.PrefillAdder.add_one_req",
+    "mem_cache.unified_radix_cache.UnifiedRadixCache.checkpoint_into_tree",
+    "mem_cache.unified_radix_cache.UnifiedRadixCache.writing_check",
+    "managers.cache_controller.HiCacheController.start_writing",
     "managers.scheduler.Scheduler._reqs_finishing_inflight",
     "managers.scheduler.Scheduler._apply_war_barrier",
     "managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
@@ -299,6 +327,134 @@ def keep_one_kv_pool(server_args: Any) -> None:
 def has_sinks(model_config: Any) -> bool:
     """Whether a model's attention has learned sinks (SGLang's `ModelConfig`)."""
     return bool(model_config.has_attention_sinks)
+
+
+def add_resolution_step(name: str, step: Callable[[Any, Callable[[Any], None]], None]) -> None:
+    """Let `step(server_args, previous)` stand around one of SGLang's steps of resolving server arguments."""
+    from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+
+    register_resolution_hook(name)(step)
+
+
+def ask_for_host_tier(server_args: Any) -> None:
+    """Turn HiCache on, before SGLang resolves its flags."""
+    from sglang.srt.arg_groups.overrides import declare_resolution
+
+    declare_resolution(server_args, "sparsespec", enable_hierarchical_cache=True)
+
+
+def host_memory_gib() -> float:
+    """Host memory that SGLang would give its host tier, less what it always leaves, in GiB."""
+    from sglang.srt.mem_cache.host_memory import available_host_memory_bytes
+    from sglang.srt.mem_cache.pool_host.base import HICACHE_HOST_MEMORY_RESERVE_BYTES
+
+    free = available_host_memory_bytes(allow_cgroup_fallback=True)
+    return (free - HICACHE_HOST_MEMORY_RESERVE_BYTES) / 2**30
+
+
+@contextlib.contextmanager
+def growth_of(tokens: int) -> Iterator[None]:
+    """Let SGLang's admission count on `tokens` of output, where it counts on up to 4,096."""
+    from sglang.srt.managers import schedule_policy
+
+    before = schedule_policy.CLIP_MAX_NEW_TOKENS
+    schedule_policy.CLIP_MAX_NEW_TOKENS = tokens
+    try:
+        yield
+    finally:
+        schedule_policy.CLIP_MAX_NEW_TOKENS = before
+
+
+def takes_victims_by_priority() -> bool:
+    """Whether `--retraction-policy priority` says who leaves a full pool."""
+    from sglang.srt.runtime_context import get_schedule
+
+    return get_schedule().retraction_policy == "priority"
+
+
+def keeps_order_of_arrival(scheduler: Any) -> bool:
+    """Whether the waiting queue is served as it stands."""
+    return scheduler.policy.policy.value == "fcfs" and not scheduler.enable_priority_scheduling
+
+
+class TreeMemory:
+    """SGLang's radix tree with its host tier (`UnifiedRadixCache`), for `memory.offload`."""
+
+    NEVER = 1 << 30  # times that KV is seen before it is copied to the host
+
+    def __init__(self, tree: Any) -> None:
+        self._tree = tree
+
+    def length(self, req: Any) -> int:
+        return req.kv.kv_committed_len
+
+    def fresh(self, req: Any) -> int:
+        if req.skip_radix_cache_insert or req.finished():
+            return 0
+        return max(0, req.kv.kv_committed_len - req.kv.cache_inserted_len)
+
+    def checkpoint(self, req: Any, *, whole: bool) -> None:
+        if whole:
+            # The tree passes over what a request had put into it before, which the host may not have.
+            req.kv.cache_inserted_len = 0
+        req.refresh_fill_ids()
+        self._tree.checkpoint(req, up_to=req.kv.kv_committed_len)
+
+    def back_up(self, on: bool) -> None:
+        self._tree.write_through_threshold = 1 if on else self.NEVER
+        self._tree.load_back_threshold = 1  # SGLang computes a few tokens anew rather than load them
+
+    def finish_copies(self) -> None:
+        self._tree.writing_check(write_back=True)
+
+
+class SchedulerMemory(TreeMemory):
+    """What a scheduler's KV pool holds, for `memory.offload`."""
+
+    def __init__(self, scheduler: Any) -> None:
+        super().__init__(scheduler.tree_cache)
+        self._scheduler = scheduler
+
+    def room(self) -> tuple[int, int]:
+        allocator = self._scheduler.token_to_kv_pool_allocator
+        return allocator.available_size() + self._tree.evictable_size(), allocator.size
+
+    def needed(self, batch: Any) -> int:
+        return batch.new_tokens_required_next_decode()
+
+    def fits(self, batch: Any) -> bool:
+        return batch.check_decode_mem()
+
+    def queued(self) -> bool:
+        return bool(self._scheduler.waiting_queue)
+
+    def process_results(self) -> bool:
+        queue = getattr(self._scheduler, "result_queue", None)  # there with overlap scheduling
+        if not queue:
+            return False
+        while queue:
+            self._scheduler.process_batch_result(*queue.popleft())
+        # SGLang's loop would take another result of this batch.
+        self._scheduler.last_batch = None
+        return True
+
+
+def host_tier(tree: Any) -> tuple[int, int]:
+    """Tokens in the host tier, and tokens that it holds; zeros without one."""
+    controller = getattr(tree, "cache_controller", None)
+    if controller is None:
+        return 0, 0
+    pool = controller.mem_pool_host
+    return pool.logical_size - pool.available_size(), pool.logical_size
+
+
+def host_tier_size(tree: Any) -> tuple[int, int]:
+    """Bytes and tokens of the host tier; zeros without one."""
+    controller = getattr(tree, "cache_controller", None)
+    if controller is None:
+        return 0, 0
+    pool = controller.mem_pool_host
+    return pool.logical_size * pool.size_per_token, pool.logical_size
 
 
 def same_on_all_ranks(value: Any) -> Any:

@@ -87,6 +87,23 @@ class SparseSpecConfig:
     score_every: int = _key(
         1, "rounds between two selections; the others keep the last one and all tokens since", low=1, high=16
     )
+    offload: str = _key(
+        "off",
+        "'on': KV of requests that leave a full pool goes to host memory, and back; 'auto': where it fits",
+        choices=("off", "auto", "on"),
+    )
+    checkpoint_tokens: int = _key(
+        1024, "with offload: tokens that a running request's KV is copied to the host by", low=1, high=1 << 20
+    )
+    offload_watermark: float = _key(
+        0.8,
+        "with offload: share of the KV pool in use from which KV is copied to the host",
+        low=0.0,
+        high=1.0,
+    )
+    admit_ahead: int = _key(
+        256, "with offload: most tokens of room that each request should find to grow", low=1, high=1 << 20
+    )
     debug_drafts: str = _key(
         "off", "'wrong' makes every draft wrong: a test of the rejection path", choices=("off", "wrong")
     )

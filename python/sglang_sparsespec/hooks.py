@@ -19,6 +19,7 @@ from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_sparsespec import compat
 from sglang_sparsespec.config import CONFIG_ENV, SparseSpecConfig
+from sglang_sparsespec.memory.offload import Offload
 from sglang_sparsespec.rounds.planner import kv_reserve
 
 
@@ -144,6 +145,11 @@ def _describe(result: Any, reporter: Any, recv_req: Any) -> None:
     result.internal_state["sparsespec"] = reporter.scheduler.draft_worker.describe()
 
 
+def _report_memory(result: Any, scheduler: Any) -> Any:
+    scheduler.draft_worker.report_memory(compat.host_tier_size(scheduler.tree_cache))
+    return result
+
+
 def scheduler_hooks(config: SparseSpecConfig, device: str) -> list[Hook]:
     """The hooks that a scheduler needs for this configuration on this device."""
     reserve = kv_reserve(config.stride, config.schedule)
@@ -175,6 +181,12 @@ def scheduler_hooks(config: SparseSpecConfig, device: str) -> list[Hook]:
             HookType.AFTER,
             _describe,
             "/server_info shows SGLang's own fields only",
+        ),
+        Hook(
+            "sglang.srt.managers.scheduler.Scheduler.init_overlap",
+            HookType.AFTER,
+            _report_memory,
+            "the host tier is made after all that a worker is told of",
         ),
         Hook(
             "sglang.srt.managers.scheduler.Scheduler.is_disable_overlap_for_batch",
@@ -250,6 +262,95 @@ def scheduler_hooks(config: SparseSpecConfig, device: str) -> list[Hook]:
             for target, function in cpu_op_replacements().items()
         ]
     return found
+
+
+# -- in the scheduler process, where KV may leave for host memory -------------------------------------
+
+
+def offload_hooks(offload: Offload) -> list[Hook]:
+    """The hooks through which `offload` sees a scheduler's requests, and decides."""
+
+    def before_round(update: Any, scheduler: Any, batch: Any) -> Any:
+        if not batch.is_empty():
+            offload.before_round(compat.SchedulerMemory(scheduler), batch)
+        return update(scheduler, batch)
+
+    def keep(order: list[int], reqs: list[Any]) -> list[int]:
+        return order if compat.takes_victims_by_priority() else offload.kept_first(reqs)
+
+    def leave(batch: Any, idx: int, remaing_req_count: int, offload_kv: bool = True) -> None:
+        if offload_kv:
+            offload.leaves(compat.TreeMemory(batch.tree_cache), batch.reqs[idx])
+
+    def queue(result: Any, scheduler: Any, req: Any, is_retracted: bool = False) -> Any:
+        offload.arrived(req)
+        waiting = scheduler.waiting_queue
+        if is_retracted and waiting and waiting[-1] is req and compat.keeps_order_of_arrival(scheduler):
+            offload.place_in_queue(waiting)
+        return result
+
+    def drop(result: Any, scheduler: Any, req: Any) -> Any:
+        offload.forget(req)
+        return result
+
+    def grow(result: Any, adder: Any, req: Any) -> int:
+        return offload.ahead(req)
+
+    def admit(add: Any, adder: Any, req: Any, *args: Any, **options: Any) -> Any:
+        with compat.growth_of(offload.ahead(req)):
+            result = add(adder, req, *args, **options)
+        if adder.can_run_list and adder.can_run_list[-1] is req:
+            offload.admitted(req, cached=req.prefix_len, loaded=req.materialized_host_hit_len())
+        return result
+
+    def count(result: Any, tree: Any, ack: Any) -> Any:
+        offload.wrote(ack.num_tokens, ack.num_bytes)
+        return result
+
+    def describe(result: Any, reporter: Any, recv_req: Any) -> None:
+        held, size = compat.host_tier(reporter.scheduler.tree_cache)
+        result.internal_state["sparsespec"]["offload"] = offload.describe(held, size)
+
+    scheduler = "sglang.srt.managers.scheduler.Scheduler"
+    batch = "sglang.srt.managers.schedule_batch.ScheduleBatch"
+    adder = "sglang.srt.managers.schedule_policy.PrefillAdder"
+    admission = "SGLang admits by the most that a request may put out, and the pool would stand half empty"
+    return [
+        Hook(
+            f"{scheduler}.update_running_batch",
+            HookType.AROUND,
+            before_round,
+            "SGLang puts KV into its tree when a request ends, and its retraction throws the rest away",
+        ),
+        Hook(
+            f"{batch}._get_decode_retraction_order",
+            HookType.AFTER,
+            keep,
+            "SGLang takes out who has put out least, which may be the same one again and again",
+        ),
+        Hook(f"{batch}.release_req", HookType.BEFORE, leave, "retraction does not put KV into the tree"),
+        Hook(
+            f"{scheduler}._add_request_to_queue",
+            HookType.AFTER,
+            queue,
+            "SGLang puts who was taken out behind all that wait",
+        ),
+        Hook(f"{scheduler}._release_aborted_request", HookType.AFTER, drop, "it ended while it was out"),
+        Hook(f"{adder}._get_running_request_total_token_offset", HookType.AFTER, grow, admission),
+        Hook(f"{adder}.add_one_req", HookType.AROUND, admit, admission),
+        Hook(
+            "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache._log_write_ack_metrics",
+            HookType.AFTER,
+            count,
+            "SGLang counts copies in Prometheus only",
+        ),
+        Hook(
+            "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController.get_internal_state",
+            HookType.AFTER,
+            describe,
+            "/server_info shows SGLang's own fields only",
+        ),
+    ]
 
 
 # -- registration and proof -------------------------------------

@@ -12,7 +12,7 @@ def register() -> None:
     """
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
-    from sglang_sparsespec import algorithm, hooks
+    from sglang_sparsespec import algorithm, compat, hooks
 
     # SGLang lets a process end with its parent, but one whose parent ended before that stays behind.
     parent = multiprocessing.parent_process()
@@ -25,3 +25,4 @@ def register() -> None:
         spec_class=algorithm.SparseSpecAlgorithm,
     )(algorithm.create_worker_class)
     hooks.register(hooks.EVERYWHERE)
+    compat.add_resolution_step("handle_hicache", algorithm.want_host_tier)

@@ -86,12 +86,34 @@ SERVER_REFUSALS: tuple[Refusal, ...] = (
     Refusal("--sampling-backend ascend", lambda args: args.sampling_backend == "ascend", "not implemented"),
 )
 
+# With `offload` in the configuration.
+OFFLOAD_REFUSALS: tuple[Refusal, ...] = (
+    Refusal("--disable-radix-cache", _set("disable_radix_cache"), "KV leaves for the host by the radix tree"),
+    Refusal("--radix-cache-backend", _set("radix_cache_backend"), "only SGLang's own tree has a host tier"),
+    Refusal("--enable-lmcache", _set("enable_lmcache"), "only SGLang's own tree has a host tier"),
+    Refusal(
+        "--hicache-write-policy write_back",
+        lambda args: args.hicache_write_policy == "write_back",
+        "it copies when a request leaves, and the others would wait",
+    ),
+    Refusal(
+        "--hicache-host-memory-mode buffer_only",
+        lambda args: args.hicache_host_memory_mode == "buffer_only",
+        "the host keeps nothing then",
+    ),
+)
+
 MLA = "uses multi-head latent attention (MLA), whose KV is shared by all heads"
 
 
 def server_refusals(args: Any) -> list[str]:
     """A sentence for every unsupported server flag in `args`."""
     return [f"{r.name}: {r.reason}" for r in SERVER_REFUSALS if r.asked(args)]
+
+
+def offload_refusals(args: Any) -> list[str]:
+    """A sentence for every server flag in `args` that `offload` cannot be used with."""
+    return [f"{r.name} beside offload: {r.reason}" for r in OFFLOAD_REFUSALS if r.asked(args)]
 
 
 def model_refusal(model_config: Any) -> str | None:

@@ -23,6 +23,7 @@ from sglang_sparsespec.attention.layers import AttentionLayers
 from sglang_sparsespec.attention.paged import PagedAttention
 from sglang_sparsespec.config import ConfigError, SparseSpecConfig, resolve_config
 from sglang_sparsespec.draft_weights import DraftWeights
+from sglang_sparsespec.memory.report import MemoryReport, device_memory, size_of
 from sglang_sparsespec.metrics import AcceptanceMetrics, PhaseTimer, seconds_of
 from sglang_sparsespec.refusals import unsupported_layer
 from sglang_sparsespec.rounds.batch import MicroStepBatch
@@ -76,6 +77,8 @@ class SparseSpecWorker(BaseSpecWorker):
         self.counts = OutputCounts(self.model_runner.model_config.vocab_size, self.device)
         self._generator = torch.Generator(device=self.device).manual_seed(self._seed)
         self.graph_batch_sizes: list[int] = []
+        self.graph_bytes = 0
+        self.memory: MemoryReport | None = None  # once all is there
         self.policy: RoundPolicy = FixedPolicy(self.config.stride)
         self.learner: CostLearner | None = None  # where rounds adapt
         self.device_planned = False  # whether the attention takes lengths from the device
@@ -259,8 +262,31 @@ class SparseSpecWorker(BaseSpecWorker):
 
     def init_cuda_graphs(self) -> None:
         """Capture the micro-steps; the target itself has captured none. Time them where rounds adapt."""
+        before, _ = device_memory(self.device)
         with compat.canary_at_rest(self.model_runner):
             self._capture_and_time()
+        after, _ = device_memory(self.device)
+        if before is not None and after is not None:
+            self.graph_bytes = max(0, before - after)
+
+    def report_memory(self, host_tier: tuple[int, int]) -> None:
+        """Tell where the memory went. host_tier: bytes and tokens of KV in host memory."""
+        pool, model = self.model_runner.token_to_kv_pool, self.model_runner.model
+        free, total = device_memory(self.device)
+        self.memory = MemoryReport(
+            weights=size_of([*model.parameters(), *model.buffers()]),
+            draft_weights=self.draft_weights.nbytes if self.draft_weights else 0,
+            kv_pool=sum(pool.get_kv_size_bytes()),
+            kv_tokens=pool.size,
+            page_tables=self.req_to_token_pool.req_to_token.nbytes,
+            selection=self.state_bytes,
+            graphs=self.graph_bytes,
+            host_tier=host_tier[0],
+            host_tokens=host_tier[1],
+            free=free,
+            total=total,
+        )
+        logger.info("%s", self.memory)
 
     def _capture_and_time(self) -> None:
         self.rounds.capture()
@@ -303,6 +329,7 @@ class SparseSpecWorker(BaseSpecWorker):
             "config": self.config.asdict(),
             "attention": self.attention_name,
             "selection_state_bytes": self.state_bytes,
+            "memory": self.memory.asdict() if self.memory else {},
             "draft_weights_bytes": self.draft_weights.nbytes if self.draft_weights else 0,
             "select_time_us_per_layer": round(self.timer.mean_us("select"), 2),
             "draft_micro_step_us": round(self.timer.mean_us("draft"), 1),

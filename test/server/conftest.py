@@ -68,6 +68,17 @@ PLAN = [
         env=(("SGLANG_TEST_RETRACT", "1"), *OPTIMIZED),
     ),
     _spec(
+        "offload-k4",
+        "reasoner",
+        stride=4,
+        min_tokens=32,
+        attention="torch_paged",
+        offload="on",
+        checkpoint_tokens=64,
+        admit_ahead=32,
+        args=("--max-total-tokens", "2000", "--hicache-ratio", "6"),
+    ),
+    _spec(
         "limit-k8",
         "reasoner",
         stride=8,

@@ -293,6 +293,34 @@ def lives_through_a_storm(server, prompts, references):
     check_ids(server, spec, prompts, references, reasoner_tokens=40)
 
 
+def takes_turns_in_a_full_pool(server, prompts, references):
+    """Whole chains of twice as many requests as the pool holds, some aborted while they are out: same ids,
+    and no token is computed twice. Nothing is left in the pool or on the host."""
+    ids = [*prompts["reasoner"], *(prompt[:-3] for prompt in prompts["reasoner"][:3])]
+
+    def leave(prompt):
+        body = {"input_ids": prompt[:-5], "sampling_params": {"max_new_tokens": 1000, "ignore_eos": True}}
+        with pytest.raises(requests.exceptions.Timeout):
+            requests.post(f"{server.url}/generate", json=body, timeout=(30, 12))
+
+    with ThreadPoolExecutor(3) as pool:
+        left = [pool.submit(leave, prompt) for prompt in prompts["reasoner"][:3]]
+        most = [1300] * 7 + [300] * 3
+        replies = generate(server, ids, max_new_tokens=most, ignore_eos=False)
+        for each in left:
+            each.result()
+    assert ids_of(replies[:7]) == [r["ids"] for r in references["reasoner"]]
+    wait_until_idle(server)
+    seen = internal_state(server)["sparsespec"]["offload"]
+    assert seen["retractions"] > 5 and seen["offloaded_tokens"] > 1000 and seen["loaded_tokens"] > 300
+    assert seen["recomputed_tokens"] == 0 and seen["out"] == 0
+    assert seen["pool_usage_mean"] > 0.85
+    assert requests.post(f"{server.url}/flush_cache", timeout=60).status_code == 200
+    assert internal_state(server)["sparsespec"]["offload"]["host_tokens_used"] == 0
+    assert "leak detected" not in server.log_path.read_text(errors="replace")
+    check_ids(server, BY_NAME["offload-k4"], prompts, references)
+
+
 def samples_from_the_model(server, prompts, references):
     """First five tokens at temperature 0.8: marginals and the joint of the first two against plain
     samples."""
@@ -507,6 +535,7 @@ EXTRA = {
     ),
     "window-k8": (reasons_about_two, follows_a_trainer),
     "random-k3-storm": (lives_through_a_storm,),
+    "offload-k4": (takes_turns_in_a_full_pool,),
     "pillar-k3-heads": (
         samples_from_the_model,
         adjusts_logits,

@@ -60,6 +60,10 @@ def test_every_key_can_be_given():
         "lookup": "off",
         "score_layer_stride": 2,
         "score_every": 3,
+        "offload": "auto",
+        "checkpoint_tokens": 64,
+        "offload_watermark": 0.5,
+        "admit_ahead": 32,
         "debug_drafts": "wrong",
     }
     assert sorted(given) == sorted(SparseSpecConfig.keys())
@@ -112,7 +116,7 @@ def test_an_unknown_key_names_the_nearest(given, near):
         CONFIG_ENV,
         "--sparsespec-config",
         f"unknown key '{given}'",
-        "Valid keys: adapt, attention, ",
+        "Valid keys: adapt, admit_ahead, attention, ",
         f"did you mean '{near}'",
     ):
         resolve({given: 1})

@@ -10,6 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 from sglang_sparsespec import config, metrics, refusals, version
+from sglang_sparsespec.memory.offload import Offload
+from sglang_sparsespec.memory.report import MemoryReport
 from sglang_sparsespec.worker import SparseSpecWorker
 
 ROOT = Path(__file__).parents[2]
@@ -103,6 +105,13 @@ def test_the_support_matrix_holds_every_refusal_and_no_other(heading, refused):
     ]
 
 
+def test_the_memory_page_holds_every_flag_that_offload_cannot_be_used_with():
+    section = read("memory.md").split("leave it no host tier:")[1]
+    assert [(row[0], row[1]) for row in table_rows(section)[1:]] == [
+        (f"`{refusal.name}`", refusal.reason) for refusal in refusals.OFFLOAD_REFUSALS
+    ]
+
+
 # --- metrics ---
 
 
@@ -111,11 +120,19 @@ def test_every_field_of_server_info_is_told():
     worker.config = config.SparseSpecConfig()
     worker.attention_name, worker.state_bytes, worker.graph_batch_sizes = "torch", 1, []
     worker.rounds, worker.draft_weights = SimpleNamespace(eager_micro_steps=0), None
-    worker.learner, worker.device_planned = None, False
+    worker.learner, worker.device_planned, worker.memory = None, False, None
     worker.timer = metrics.PhaseTimer("cpu")
     worker.metrics = metrics.AcceptanceMetrics(2)
     told = table_rows(read("metrics.md").split("\n## The server")[1].split("\n## ")[0])[1:]
     assert {row[0].strip("`") for row in told} == set(worker.describe())
+
+
+def test_every_field_of_the_kv_pool_and_of_memory_is_told():
+    told = table_rows(read("metrics.md").split("\n## The KV pool\n")[1].split("\n## ")[0])[1:]
+    assert [row[0].strip("`") for row in told] == list(Offload(config.SparseSpecConfig()).describe(0, 0))
+    row = next(line for line in read("metrics.md").splitlines() if line.startswith("| `memory` |"))
+    report = MemoryReport(*range(9))
+    assert set(re.findall(r"`(\w+)`", row)) == {"memory", *report.asdict()}
 
 
 PROMETHEUS = """

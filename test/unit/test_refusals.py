@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import pytest
 import sglang_sparsespec
 from sglang_sparsespec.refusals import (
+    OFFLOAD_REFUSALS,
     REQUEST_REFUSALS,
     SERVER_REFUSALS,
     model_refusal,
+    offload_refusals,
     request_fault,
     request_refusal,
     server_refusals,
@@ -63,6 +65,22 @@ def test_every_server_refusal_has_a_case():
 def test_a_server_flag_is_refused_by_its_name(name):
     refusal = next(refusal for refusal in SERVER_REFUSALS if refusal.name == name)
     assert server_refusals(server_args(**SERVER[name])) == [f"{name}: {refusal.reason}"]
+
+
+OFFLOAD = {
+    "--disable-radix-cache": {"disable_radix_cache": True},
+    "--radix-cache-backend": {"radix_cache_backend": "mine"},
+    "--enable-lmcache": {"enable_lmcache": True},
+    "--hicache-write-policy write_back": {"hicache_write_policy": "write_back"},
+    "--hicache-host-memory-mode buffer_only": {"hicache_host_memory_mode": "buffer_only"},
+}
+
+
+def test_offload_refuses_flags_that_leave_it_no_host_tier():
+    assert [refusal.name for refusal in OFFLOAD_REFUSALS] == list(OFFLOAD)
+    for refusal, given in zip(OFFLOAD_REFUSALS, OFFLOAD.values(), strict=True):
+        assert offload_refusals(server_args(**given)) == [f"{refusal.name} beside offload: {refusal.reason}"]
+    assert offload_refusals(server_args()) == []
 
 
 @pytest.mark.parametrize(

@@ -73,6 +73,7 @@ class CpuTorchPlatform(CpuDeviceMixin, SRTPlatform):
 
         ATTENTION_BACKENDS[ATTENTION_BACKEND] = CpuTorchAttnBackend
         _skip_missing_thread_binding()
+        _move_host_tier_by_torch()
 
     def get_kv_pool_cls(self, *, kind: KVPoolKind) -> type | None:
         """Return the KV pool class for `kind`, or None for SGLang's own."""
@@ -134,3 +135,18 @@ def _skip_missing_thread_binding() -> None:
 
     if not hasattr(torch.ops.sgl_kernel, "init_cpu_threads_env"):
         bootstrap._is_cpu_arm64 = False
+
+
+def _move_host_tier_by_torch() -> None:
+    """Put torch copies in place of the CUDA ones with which SGLang fills and reads its host tier."""
+    from sglang.srt.plugins.hook_registry import HookType
+
+    from sglang_sparsespec import hooks
+    from sglang_sparsespec.platforms.cpu_host_pool import host_pool_replacements
+
+    hooks.install(
+        [
+            hooks.Hook(target, HookType.REPLACE, function, "SGLang has this only for devices with a driver")
+            for target, function in host_pool_replacements().items()
+        ]
+    )
