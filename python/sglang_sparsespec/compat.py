@@ -59,6 +59,8 @@ SIGNATURES = (
     "managers.scheduler.Scheduler.process_batch_result",
     "managers.scheduler.Scheduler._add_request_to_queue",
     "managers.scheduler.Scheduler._release_aborted_request",
+    "managers.scheduler.Scheduler._abort_on_queued_limit",
+    "managers.scheduler.Scheduler.init_overlap",
     "managers.schedule_batch.ScheduleBatch.check_decode_mem",
     "managers.schedule_batch.ScheduleBatch.new_tokens_required_next_decode",
     "managers.schedule_batch.ScheduleBatch.release_req",
@@ -394,6 +396,8 @@ class TreeMemory:
         return max(0, req.kv.kv_committed_len - req.kv.cache_inserted_len)
 
     def checkpoint(self, req: Any, *, whole: bool) -> None:
+        if req.skip_radix_cache_insert:
+            return
         if whole:
             # The tree passes over what a request had put into it before, which the host may not have.
             req.kv.cache_inserted_len = 0

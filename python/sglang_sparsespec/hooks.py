@@ -289,6 +289,9 @@ def offload_hooks(offload: Offload) -> list[Hook]:
             offload.place_in_queue(waiting)
         return result
 
+    def limit(is_full: Any, scheduler: Any, req: Any) -> bool:
+        return req.rid not in offload.out and is_full(scheduler, req)
+
     def drop(result: Any, scheduler: Any, req: Any) -> Any:
         offload.forget(req)
         return result
@@ -334,6 +337,12 @@ def offload_hooks(offload: Offload) -> list[Hook]:
             HookType.AFTER,
             queue,
             "SGLang puts who was taken out behind all that wait",
+        ),
+        Hook(
+            f"{scheduler}._abort_on_queued_limit",
+            HookType.AROUND,
+            limit,
+            "who was taken out would be refused as if it came anew, in the middle of its output",
         ),
         Hook(f"{scheduler}._release_aborted_request", HookType.AFTER, drop, "it ended while it was out"),
         Hook(f"{adder}._get_running_request_total_token_offset", HookType.AFTER, grow, admission),

@@ -39,9 +39,22 @@ CONFIGS = {
         # The kernels of GPUs do not take layers as small as this model's; references do.
         **({} if DEVICE_PLANNED == "auto" else {"draft_weights": "int4"}),
     },
+    "offloading": {
+        "stride": 4,
+        "min_tokens": 16,
+        "attention": DEVICE_PLANNED,
+        "lookup": "on",
+        "adapt": "on",
+        "offload": "on",
+        "checkpoint_tokens": 64,
+        "admit_ahead": 16,
+    },
 }
 # A pool that a third of the requests fills, and requests that are taken out of it at random.
-ARGS = ("--max-total-tokens", "5000", "--chunked-prefill-size", "256", "--enable-custom-logit-processor")
+ARGS = (
+    "--max-total-tokens", "5000", "--chunked-prefill-size", "256", "--enable-custom-logit-processor",
+    "--hicache-ratio", "2",  # of use to the one that offloads
+)  # fmt: skip
 SEED = int(os.environ.get("STORM_SEED", str(random.randrange(10**6))))
 
 

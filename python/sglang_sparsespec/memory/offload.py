@@ -31,7 +31,8 @@ class Tree(Protocol):
         """How many of these are not in the tree yet; 0 where the request must stay out of it."""
 
     def checkpoint(self, req: Any, *, whole: bool) -> None:
-        """Put the committed tokens into the tree. whole: count also those that were there before."""
+        """Put the committed tokens into the tree, unless the request must stay out of it. whole: also look at
+        those that were there before."""
 
     def back_up(self, on: bool) -> None:
         """Whether what is put into the tree is copied to the host from now on."""
