@@ -26,7 +26,8 @@ Runs = Mapping[str, Sequence[dict[str, Any]]]  # runs of a results file, by the 
 
 @dataclass(frozen=True)
 class Entry:
-    """One server and what is measured on it. `config`: of SPARSESPEC, over the scale's own."""
+    """One server and what is measured on it. `config`: of SPARSESPEC, over the scale's own. `flags`: of the
+    server, besides those of the scale."""
 
     name: str
     algorithm: str
@@ -34,6 +35,7 @@ class Entry:
     cells: tuple[Cell, ...] = ()
     swing_s: float = 0.0
     prompts: bool = False
+    flags: str = ""
 
     @property
     def is_empty(self) -> bool:
@@ -54,6 +56,7 @@ class Scale:
     Attributes:
         config, drafts: SPARSESPEC's configuration of all servers, and besides of those that are to be fast.
         swing: few requests, many, tokens of their prompts; swing_s: seconds of plain decoding, of the others.
+        full_pool: flags of servers whose KV pool holds a part of the prompts file's requests at a time.
         start_s: until a plain server, and one that speculates, is up.
         cell_s, prefill: seconds of a cell besides its prefill, and prompt tokens that are read in a second.
     """
@@ -74,6 +77,7 @@ class Scale:
     cell_s: float
     prefill: float
     prompts_s: float
+    full_pool: str
 
     def cell_guess_s(self, cell: Cell) -> float:
         """Seconds that a cell takes, by the guesses."""
@@ -104,6 +108,7 @@ SCALES = {
         cell_s=2.0,
         prefill=100_000.0,
         prompts_s=150.0,
+        full_pool="--max-total-tokens 100000",
     ),
     # For the CPU platform, which has neither quantised products nor SGLang's own drafters.
     "small": Scale(
@@ -123,6 +128,7 @@ SCALES = {
         cell_s=2.0,
         prefill=1000.0,
         prompts_s=30.0,
+        full_pool="--max-total-tokens 700 --hicache-ratio 4",
     ),
 }
 
@@ -144,10 +150,20 @@ def entries(scale: Scale, *, share_servers: bool = False) -> list[Entry]:
     if share_servers:
         cells = tuple(sorted({*plain.cells, *scale.ablation}))
         shared = [replace(plain, cells=cells, prompts=True), replace(adaptive, prompts=True)]
-        return [*shared, fixed, *steps, *ngram]
+        return [*shared, fixed, *steps, *ngram, *_full_pool(scale, fast)]
     control = Entry("control", "plain", {}, scale.ablation, prompts=True)
     answers = Entry("prompts-adaptive", "adaptive", fast, prompts=True)
-    return [plain, adaptive, fixed, *steps, control, answers, *ngram]
+    return [plain, adaptive, fixed, *steps, control, answers, *ngram, *_full_pool(scale, fast)]
+
+
+def _full_pool(scale: Scale, fast: Mapping[str, Any]) -> list[Entry]:
+    """Servers that must take requests out: plain, and SPARSESPEC that computes KV anew, or offloads it."""
+    kinds = {"plain": ("plain", {}), "retracts": ("adaptive", fast),
+             "offloads": ("adaptive", {**fast, "offload": "on"})}  # fmt: skip
+    return [
+        Entry(f"full-pool-{name}", algorithm, config, prompts=True, flags=scale.full_pool)
+        for name, (algorithm, config) in kinds.items()
+    ]
 
 
 def chosen(plan: Sequence[Entry], only: Sequence[str]) -> list[Entry]:
@@ -191,7 +207,7 @@ def sweep_options(
     few, many, context = scale.swing
     options = ["--model-path", model, "--out", str(file_of(out, entry.name)), "--traces", str(traces)]
     options += ["--algorithms", entry.algorithm, "--max-new-tokens", str(scale.new_tokens)]
-    options += [f"--server-flags={server_flags}", "--context"]
+    options += [f"--server-flags={' '.join([server_flags, *entry.flags.split()])}", "--context"]
     if entry.algorithm not in ("plain", "ngram"):
         options += ["--sparsespec-config", json.dumps({**scale.config, **entry.config})]
     if entry.cells:

@@ -148,7 +148,35 @@ def report(files: Runs, scale: Scale, plan: Sequence[Entry]) -> str:
     answered = runs_of(files, "control", "plain", "prompts-adaptive", "adaptive", "prompts-ngram")
     if answers := latest(plot.rows_of(answered, "prompt_runs")):
         parts += ["## Problems from start to end", _table(answers, plot.RUN_COLUMNS)]
+    if waiting := full_pool(files):
+        parts += ["## The same with a KV pool that is full", waiting]
     return "\n\n".join([*parts, *_lacking(files, plan)])
+
+
+def full_pool(files: Runs) -> str:
+    """How often requests left the pool, and what it cost, by server; "" where nothing was measured."""
+    lines = [
+        [
+            "server",
+            "tokens/s",
+            "right",
+            "taken out",
+            "computed anew",
+            "copied out",
+            "copied in",
+            "pool in use",
+        ]
+    ]
+    for name in ("plain", "retracts", "offloads"):
+        found = [row for run in files.get(f"full-pool-{name}", ()) for row in run["prompt_runs"]
+                 if row["status"] == "ok"]  # fmt: skip
+        for row in found[-1:]:
+            offload = row.get("offload", {})
+            told = (offload.get(key) for key in ("recomputed_tokens", "offloaded_tokens", "loaded_tokens"))
+            lines.append([name, _number(row["tokens_per_s"], ",.1f"), f"{row['right']} of {row['problems']}",
+                          _number(row["retractions"], ",d"), *(_number(each, ",d") for each in told),
+                          _number(offload.get("pool_usage_mean"), ".3f")])  # fmt: skip
+    return plot.aligned(lines, markdown=True) if lines[1:] else ""
 
 
 def ablation_runs(files: Runs) -> list[dict[str, Any]]:

@@ -39,6 +39,7 @@ def summarise(outcomes: Sequence[Outcome], seconds: float) -> dict[str, Any]:
         "tokens": tokens,
         "seconds": round(seconds, 2),
         "tokens_per_s": round(tokens / seconds, 2),
+        "retractions": sum(outcome.retractions for outcome in outcomes),
         "acceptance_length": round(1 + accepted / verifications, 3) if verifications else None,
     }
 

@@ -237,7 +237,7 @@ class Sweep:
             return entry | {"status": "skipped", "reason": "--time-limit is over."}
         try:
             asyncio.run(cells.flush(url))
-            return entry | run_prompts(
+            entry |= run_prompts(
                 url,
                 args.model_path,
                 args.problems,
@@ -246,6 +246,8 @@ class Sweep:
                 timeout_s=args.run_timeout,
                 progress=self.progress,
             )
+            offload = sparsespec_of(asyncio.run(cells.get_info(url))).get("offload")
+            return entry | ({"offload": offload} if offload else {})
         except (cells.CellError, aiohttp.ClientError, TimeoutError) as error:
             return entry | {"status": "failed", "reason": str(error) or type(error).__name__}
 

@@ -45,6 +45,7 @@ class Outcome:
     error: str = ""
     verifications: int | None = None  # full-attention forwards after prefill, as the server reports
     accepted_drafts: int | None = None
+    retractions: int = 0  # times that a full KV pool made it wait in the middle
 
     @property
     def correct(self) -> bool | None:
@@ -212,6 +213,7 @@ def apply_event(outcome: Outcome, event: dict[str, Any]) -> None:
     outcome.tokens = meta["completion_tokens"]
     outcome.verifications = meta.get("spec_verify_ct")
     outcome.accepted_drafts = meta.get("spec_num_correct_drafts")
+    outcome.retractions = meta.get("num_retractions") or 0
     if reason := meta.get("finish_reason"):
         if reason["type"] == "abort":
             raise ValueError(f"the server aborted the request: {reason.get('message', 'no reason given')}")

@@ -421,7 +421,7 @@ class SchedulerMemory(TreeMemory):
 
     def room(self) -> tuple[int, int]:
         allocator = self._scheduler.token_to_kv_pool_allocator
-        return allocator.available_size() + self._tree.evictable_size(), allocator.size
+        return allocator.available_size() + self._tree.evictable_size(), int(allocator.size)
 
     def needed(self, batch: Any) -> int:
         return batch.new_tokens_required_next_decode()
@@ -449,7 +449,7 @@ def host_tier(tree: Any) -> tuple[int, int]:
     if controller is None:
         return 0, 0
     pool = controller.mem_pool_host
-    return pool.logical_size - pool.available_size(), pool.logical_size
+    return int(pool.logical_size - pool.available_size()), int(pool.logical_size)
 
 
 def host_tier_size(tree: Any) -> tuple[int, int]:
@@ -458,7 +458,7 @@ def host_tier_size(tree: Any) -> tuple[int, int]:
     if controller is None:
         return 0, 0
     pool = controller.mem_pool_host
-    return pool.logical_size * pool.size_per_token, pool.logical_size
+    return int(pool.logical_size * pool.size_per_token), int(pool.logical_size)
 
 
 def same_on_all_ranks(value: Any) -> Any:

@@ -276,8 +276,9 @@ class SparseSpecWorker(BaseSpecWorker):
         self.memory = MemoryReport(
             weights=size_of([*model.parameters(), *model.buffers()]),
             draft_weights=self.draft_weights.nbytes if self.draft_weights else 0,
-            kv_pool=sum(pool.get_kv_size_bytes()),
-            kv_tokens=pool.size,
+            # SGLang has some of these from numpy, whose numbers do not go into JSON.
+            kv_pool=int(sum(pool.get_kv_size_bytes())),
+            kv_tokens=int(pool.size),
             page_tables=self.req_to_token_pool.req_to_token.nbytes,
             selection=self.state_bytes,
             graphs=self.graph_bytes,

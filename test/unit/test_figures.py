@@ -105,10 +105,11 @@ def test_the_most_important_servers_come_first(load: Any, full: Any) -> None:
     assert [entry.name for entry in plan] == [
         "plain", "adaptive", "fixed", "ablation-naive", "ablation-unified", "ablation-delayed",
         "ablation-adaptive", "control", "prompts-adaptive", "prompts-ngram",
+        "full-pool-plain", "full-pool-retracts", "full-pool-offloads",
     ]  # fmt: skip
-    assert [len(entry.cells) for entry in plan] == [24, 24, 24, 4, 4, 4, 4, 4, 0, 0]
+    assert [len(entry.cells) for entry in plan] == [24, 24, 24, 4, 4, 4, 4, 4, 0, 0, 0, 0, 0]
     assert [entry.swing_s for entry in plan[:4]] == [60.0, 120.0, 120.0, 0.0]
-    assert [entry.name for entry in plan if entry.prompts] == ["control", "prompts-adaptive", "prompts-ngram"]
+    assert [entry.name for entry in plan if entry.prompts] == [entry.name for entry in plan[7:]]
 
 
 def test_shared_servers_measure_the_same_with_two_starts_less(load: Any, full: Any) -> None:
@@ -194,7 +195,7 @@ def test_what_is_left_is_what_no_run_has_measured(load: Any, small: Any) -> None
 
 def test_times_are_guessed_until_they_are_measured(load: Any, full: Any) -> None:
     plans = load("figures_plan")
-    plain, adaptive, *_, ngram = plans.entries(full)
+    plain, adaptive, *_, ngram = plans.entries(full)[:10]
     guess = plans.expected_s(adaptive, full, {})
     assert 300 < guess < 600
     cells = [cell("plain", *at, 5.0, prefill_s=1.0, window_s=2 * full.cell_guess_s(at) - 1)
@@ -353,6 +354,12 @@ def made_up(full: Any, *, adaptive: float = 1.2, at: tuple[int, int] = (8192, 16
         "prompts-adaptive": [run(prompt_runs=answers("adaptive", 3600.0))],
         "prompts-ngram": [run(prompt_runs=answers("ngram", 2600.0))],
     }
+    told = {"recomputed_tokens": 0, "offloaded_tokens": 81_000, "loaded_tokens": 70_000,
+            "pool_usage_mean": 0.9712}  # fmt: skip
+    for kind, name, speed, more in (("plain", "plain", 900.0, {}), ("retracts", "adaptive", 1500.0, {}),
+                                    ("offloads", "adaptive", 2100.0, {"offload": told})):  # fmt: skip
+        found = answers(name, speed)[0] | {"retractions": 12} | more
+        files[f"full-pool-{kind}"] = [run(prompt_runs=[found])]
     for name, ratio in steps.items():
         files[f"ablation-{name}"] = [run(*cells(name, ratio, [c for c in full.ablation if c != at]))]
     return files
@@ -381,6 +388,9 @@ def test_the_report_of_a_whole_sitting(load: Any, full: Any) -> None:
     assert row(ablation.split("Overlap")[1], "4,096", "8") == ["4,096", "8", "800.0", "880.0", "1.10"]
     answers = text.split("## Problems")[1]
     assert row(answers, "adaptive")[4] == "1.80" and row(answers, "ngram")[4] == "1.30"
+    pool = text.split("full\n")[1]
+    assert row(pool, "plain") == ["plain", "900.0", "33 of 34", "12", "", "", "", ""]
+    assert row(pool, "offloads")[3:] == ["12", "0", "81,000", "70,000", "0.971"]
     assert "Not measured" not in text
 
 
