@@ -113,7 +113,11 @@ def server_refusals(args: Any) -> list[str]:
 
 def offload_refusals(args: Any) -> list[str]:
     """A sentence for every server flag in `args` that `offload` cannot be used with."""
-    return [f"{r.name} beside offload: {r.reason}" for r in OFFLOAD_REFUSALS if r.asked(args)]
+    return [
+        f"{r.name} beside offload: {r.reason} (offload 'off' goes without)"
+        for r in OFFLOAD_REFUSALS
+        if r.asked(args)
+    ]
 
 
 def model_refusal(model_config: Any) -> str | None:

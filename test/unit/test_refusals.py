@@ -79,7 +79,8 @@ OFFLOAD = {
 def test_offload_refuses_flags_that_leave_it_no_host_tier():
     assert [refusal.name for refusal in OFFLOAD_REFUSALS] == list(OFFLOAD)
     for refusal, given in zip(OFFLOAD_REFUSALS, OFFLOAD.values(), strict=True):
-        assert offload_refusals(server_args(**given)) == [f"{refusal.name} beside offload: {refusal.reason}"]
+        wanted = f"{refusal.name} beside offload: {refusal.reason} (offload 'off' goes without)"
+        assert offload_refusals(server_args(**given)) == [wanted]
     assert offload_refusals(server_args()) == []
 
 
